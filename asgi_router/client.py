@@ -1,0 +1,122 @@
+"""Owns the client's side of one exchange: reading its body, noticing that it leaves, writing its answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asgi_router.errors import AnswerCut, BodyTooLarge, RouterError
+from asgi_router.upstream.headers import is_event_stream
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
+    from asgi_router.upstream.headers import RawHeaders
+
+_EVENT_ENDS = (b"\n\n", b"\r\r", b"\r\n\r\n")
+
+
+class ClientGone(Exception):
+    """The client left, or stopped reading for longer than `SEND_TIMEOUT`. There is nobody to be told."""
+
+
+class Client:
+    """The peer behind one ASGI call.
+
+    Attributes:
+        started: the status has been sent; it can't be taken back.
+        finished: the last message of the answer is on its way: what follows is no disconnect any more.
+    """
+
+    __slots__ = ("_event_stream", "_receive", "_send", "_tail", "finished", "scope", "started")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.started = False
+        self.finished = False
+        self._event_stream = False
+        self._tail = b""
+
+    async def read_body(self, limit: int) -> bytes:
+        """Return the whole request body.
+
+        Raises:
+            BodyTooLarge: it is larger than `limit` bytes, by its own announcement or by count.
+            ClientGone: the client left before its end.
+        """
+        too_large = BodyTooLarge(f"The request body is larger than {limit} bytes.")
+        for name, value in self.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
+                raise too_large
+
+        chunks: list[bytes] = []
+        size = 0
+        more_body = True
+        while more_body:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise too_large
+            chunks.append(chunk)
+            more_body = message.get("more_body", False)
+
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def wait_gone(self) -> None:
+        """Return when the client has left. To be called after the body was read, and by one task only."""
+        # Body messages out of turn are ignored; after a disconnect some servers never return again.
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: RawHeaders) -> None:
+        """Send the status and the headers."""
+        self.started = True
+        names = {name for name, _ in headers}
+        # Of a body that is encoded, or has a declared length, nothing can be added.
+        self._event_stream = is_event_stream(headers) and not names & {b"content-encoding", b"content-length"}
+        await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, chunk: bytes) -> None:
+        """Send a part of the body."""
+        self._tail = chunk if len(chunk) >= 4 else (self._tail + chunk)[-4:]
+        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end(self, chunk: bytes = b"") -> None:
+        """Send the last part of the body."""
+        # Servers report a disconnect as soon as the answer is complete, and may do so inside this send.
+        self.finished = True
+        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
+
+    async def fail(self, error: RouterError) -> None:
+        """Send an OpenAI-shaped error as the whole answer."""
+        body = error.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self.start(error.status, [*headers, *error.headers])
+        await self.end(body)
+
+    async def cut(self, error: RouterError) -> None:
+        """Leave an answer that has begun so that nobody can take it for whole: no last message is sent.
+
+        Server-sent events get one more event, with the error in it, and no `[DONE]`. That also survives host
+        middleware which ends cut answers as if they were whole (`BaseHTTPMiddleware` does).
+
+        Raises:
+            AnswerCut: it is no event stream. The server closes the connection, the host app sees the reason.
+        """
+        if not self._event_stream:
+            raise AnswerCut(str(error)) from error
+
+        # An event that the worker left unfinished is ended first, or ours would be glued to it.
+        gap = b"\n\n" if self._tail and not self._tail.endswith(_EVENT_ENDS) else b""
+        await self.write(gap + b"data: " + error.body() + b"\n\n")
+
+    async def _deliver(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError as exc:  # what ASGI 2.4 asks of a server whose client has gone
+            raise ClientGone from exc

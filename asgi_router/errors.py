@@ -1,0 +1,93 @@
+"""Owns what can go wrong and how a client is told: exceptions whose type says whose fault it was.
+
+A `RouterError` becomes an OpenAI-shaped JSON answer while the response has not begun. Messages are ours, short
+and fixed: they never quote the request, a worker's address or another library's exception.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+RETRY_AFTER = 1
+"""Seconds that a client is asked to wait (`Retry-After`) when no worker can take its request now."""
+
+
+class RouterError(Exception):
+    """The request can't be completed."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "router_error"
+    param: ClassVar[str | None] = None
+    headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()
+
+    def body(self) -> bytes:
+        """Return the error in OpenAI's shape, as JSON."""
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+class InvalidRequest(RouterError):
+    """The client's fault: the request can't be read or forwarded."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class BodyTooLarge(InvalidRequest):
+    """The client's fault: the body is larger than `MAX_BODY_BYTES`."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UnknownModel(InvalidRequest):
+    """The client's fault: every worker lists its models, and none lists this one."""
+
+    status = 404
+    code = "model_not_found"
+    param = "model"
+
+
+class NoWorker(RouterError):
+    """Nobody's fault: no worker can take a request now."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "no_worker_available"
+    headers = ((b"retry-after", str(RETRY_AFTER).encode()),)
+
+
+class ShuttingDown(NoWorker):
+    """Nobody's fault: the router takes no new requests, or the time to finish this one is over."""
+
+    code = "shutting_down"
+
+
+class WorkerError(RouterError):
+    """The worker's fault: it broke before its answer began, or answered what is not HTTP."""
+
+    status = 502
+    type = "upstream_error"
+    code = "worker_failed"
+
+
+class WorkerUnreachable(WorkerError):
+    """The worker's fault: no connection, so it has seen nothing of the request; another one may be tried."""
+
+    code = "worker_unreachable"
+
+
+class WorkerTimeout(WorkerError):
+    """The worker's fault: `FIRST_BYTE_TIMEOUT` or `IDLE_TIMEOUT` passed without a byte."""
+
+    status = 504
+    code = "worker_timeout"
+
+
+class AnswerCut(WorkerError):
+    """The worker's fault: it broke after its answer began. The client sees the answer cut short."""
+
+    code = "worker_failed_mid_answer"

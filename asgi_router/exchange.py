@@ -1,0 +1,53 @@
+"""Owns the state of one request in flight: its lease, and what may stop it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from asgi_router.client import Client
+    from asgi_router.scheduling.lease import Lease
+
+
+class Exchange:
+    """One client's request, from selection to the end of the answer.
+
+    All that may end it from outside (client gone, time-out, shutdown) cancels one scope, and leaves the reason.
+
+    Attributes:
+        lease: the current claim on a worker. A retry releases it and puts the next one here.
+        scope: encloses all that is done for this request with the worker.
+        reason: why the scope was cancelled; `late` of the last `allow` if it was the deadline.
+    """
+
+    __slots__ = ("_late", "_stopped", "client", "lease", "scope")
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.lease: Lease | None = None
+        self.scope = anyio.CancelScope()
+        self._late: Exception | None = None
+        self._stopped: Exception | None = None
+
+    @property
+    def reason(self) -> Exception | None:
+        return self._stopped or self._late
+
+    def allow(self, seconds: float | None, late: Exception) -> None:
+        """Give what follows `seconds` (None: no limit), and say what it means if they pass."""
+        self._late = late
+        self.scope.deadline = math.inf if seconds is None else anyio.current_time() + seconds
+
+    def stop(self, reason: Exception) -> None:
+        """End the request now, unless its answer is complete."""
+        if self._stopped is None and not self.client.finished:
+            self._stopped = reason
+            self.scope.cancel()
+
+    def release(self) -> None:
+        """Release the lease, if there is one. Synchronous and idempotent, as the lease's own release."""
+        if self.lease is not None:
+            self.lease.release()

@@ -1,0 +1,122 @@
+"""Owns the reading of a request body: bytes in, one frozen `CompletionRequest` out.
+
+The body is parsed once, only to read it. It is never written again: the worker gets the client's own bytes.
+How the prompt becomes a key for the prefix index is in `prefix_key.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from asgi_router.errors import InvalidRequest
+from asgi_router.prefix_key import BYTES_PER_TOKEN, chat_key, prompt_key
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """What the router knows of one completion request."""
+
+    model: str
+    """As the client named it; empty if it named none."""
+    stream: bool
+    """True only for the JSON value `true`."""
+    session_id: str
+    """Top-level `session_id`, else `extra_body.session_id`; empty if neither is a non-empty string."""
+    prompt_tokens: int
+    """Estimated, at least 1: a token-id prompt counts exactly, text as one token for four bytes of UTF-8."""
+    message: str
+    """The prompt's text: trimmed pieces joined by one space. Empty for token ids and images alone."""
+    prefix_key: bytes
+    """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
+
+
+def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionRequest:
+    """Read the JSON `body` of a POST to the route `path`.
+
+    A chat path (`.../chat/completions`) is read by its `messages`, any other `.../completions` by its `prompt`,
+    another path by whichever of the two the body has.
+
+    A body with a `content_encoding` (gzip, say) is not unpacked: nothing in it is read, it is forwarded as it
+    is, and its size stands in for its length in tokens. Unpacking would cost the event loop an amount of time
+    that the client chooses.
+
+    Raises:
+        InvalidRequest: the body is not a JSON object, or is nested more deeply than the interpreter can read.
+    """
+    if content_encoding.strip().lower() not in ("", "identity"):
+        return CompletionRequest("", False, "", _tokens(len(body)), "", b"")
+
+    try:
+        fields = json.loads(body)
+        if not isinstance(fields, dict):
+            raise InvalidRequest("The request body must be a JSON object.")
+
+        return _read(fields, path)
+    except RecursionError:
+        raise InvalidRequest("The request body is nested too deeply.") from None
+    except ValueError:
+        # JSONDecodeError, UnicodeDecodeError, and the interpreter's limit on the digits of an integer. Their
+        # texts quote the body, so they are not passed on.
+        raise InvalidRequest("The request body is not valid JSON.") from None
+
+
+def _read(fields: dict[str, object], path: str) -> CompletionRequest:
+    model = fields.get("model")
+    messages = fields.get("messages")
+    prompt = fields.get("prompt")
+
+    is_chat = path.endswith("/chat/completions") or (not path.endswith("/completions") and isinstance(messages, list))
+    if is_chat:
+        pieces = _chat_pieces(messages)
+        key = chat_key(fields)
+    else:
+        pieces = _prompt_pieces(prompt)
+        key = prompt_key(prompt)
+
+    return CompletionRequest(
+        model=model if isinstance(model, str) else "",
+        stream=fields.get("stream") is True,
+        session_id=_session_id(fields),
+        prompt_tokens=_tokens(len(key.key)) + key.media_tokens,
+        message=" ".join(stripped for piece in pieces if (stripped := piece.strip())),
+        prefix_key=key.key,
+    )
+
+
+def _tokens(size: int) -> int:
+    return max(1, -(-size // BYTES_PER_TOKEN))
+
+
+def _session_id(fields: dict[str, object]) -> str:
+    extra = fields.get("extra_body")
+    nested = extra.get("session_id") if isinstance(extra, dict) else None
+    for candidate in (fields.get("session_id"), nested):
+        if isinstance(candidate, str) and candidate:
+            return candidate
+
+    return ""
+
+
+def _chat_pieces(messages: object) -> list[str]:
+    """Return the texts of a chat in order: string contents, and the `text` of parts whose type is text."""
+    pieces: list[str] = []
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, str):
+            pieces.append(content)
+        elif isinstance(content, list):
+            pieces.extend(
+                part["text"]
+                for part in content
+                if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            )
+
+    return pieces
+
+
+def _prompt_pieces(prompt: object) -> list[str]:
+    if isinstance(prompt, str):
+        return [prompt]
+
+    return [piece for piece in prompt if isinstance(piece, str)] if isinstance(prompt, list) else []

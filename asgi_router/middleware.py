@@ -1,0 +1,96 @@
+"""Owns the front door: is this request ours? And the host app's lifespan, which opens and closes the router."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asgi_router.router import Router
+from asgi_router.settings import RouterSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from asgi_router.worker import Worker
+
+
+class RouterMiddleware:
+    """ASGI middleware that sends completion requests to LLM workers, and all else to `app`.
+
+    With none of the keyword arguments, the settings come from `ASGI_ROUTER_*` environment variables.
+
+    Args:
+        app: any ASGI application.
+        workers: the short form: URLs (or `Worker` objects); other settings come from the environment.
+        settings: all settings.
+        router: a router whose state the caller holds, to read its counters or to share it between apps.
+
+    Raises:
+        TypeError: more than one of `workers`, `settings` and `router`.
+        SettingsError: bad settings; the message names the environment variable.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        workers: Sequence[str | Worker] | None = None,
+        settings: RouterSettings | None = None,
+        router: Router | None = None,
+    ) -> None:
+        if sum(given is not None for given in (workers, settings, router)) > 1:
+            raise TypeError("RouterMiddleware takes at most one of workers=, settings= and router=")
+
+        if router is None:
+            if settings is None:
+                settings = RouterSettings() if workers is None else RouterSettings(workers=workers)
+            router = Router(settings)
+
+        self.app = app
+        self.router = router
+        self._paths = frozenset(router.settings.paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and (path := route_path(scope)) in self._paths:
+            await self.router.handle(scope, receive, send, path)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Open the router when the app has started; drain it before the app stops, close it after."""
+        router = self.router
+
+        async def receive_and_drain() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                # The app's own clean-up waits for the requests that may need what it cleans up. The server
+                # doesn't: uvicorn sends this without awaiting tasks that it has just cancelled.
+                await router.drain()
+            return message
+
+        async def send_and_open(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await router.__aenter__()
+            elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
+                await router.aclose()
+            await send(message)
+
+        # An app without lifespan raises here, and servers then go on without it; so does the router.
+        await self.app(scope, receive_and_drain, send_and_open)
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path within the app that is called: `path` without the `root_path` that a mount has eaten.
+
+    `root_path` counts only if it is a prefix that ends at a segment: FastAPI's `root_path` option puts one
+    there that a proxy has already removed from `path`.
+    """
+    path: str = scope["path"]
+    root_path: str = scope.get("root_path", "")
+    if root_path and path.startswith(root_path) and path[len(root_path) : len(root_path) + 1] == "/":
+        return path[len(root_path) :]
+
+    return path

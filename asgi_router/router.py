@@ -1,0 +1,262 @@
+"""Owns the story of one request, readable from top to bottom, and the parts that it needs."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from typing import TYPE_CHECKING, Self
+
+import anyio
+import httpx
+from anyio.lowlevel import checkpoint
+
+from asgi_router.client import Client, ClientGone
+from asgi_router.errors import (
+    InvalidRequest,
+    RouterError,
+    ShuttingDown,
+    WorkerError,
+    WorkerTimeout,
+    WorkerUnreachable,
+)
+from asgi_router.exchange import Exchange
+from asgi_router.extraction import extract
+from asgi_router.fleet.registry import Registry
+from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.scheduling.policies import POLICIES, PolicyOptions
+from asgi_router.scheduling.prefix_index import PrefixIndex
+from asgi_router.scheduling.scheduler import Scheduler
+from asgi_router.stats import RouterStats, WorkerStats
+from asgi_router.upstream.headers import header, request_headers
+from asgi_router.upstream.relay import CLOSE_GRACE, relay
+from asgi_router.upstream.transport import PooledTransport, open_response
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from starlette.types import Receive, Scope, Send
+
+    from asgi_router.extraction import CompletionRequest
+    from asgi_router.scheduling.state import WorkerState
+    from asgi_router.settings import RouterSettings
+
+logger = logging.getLogger("asgi_router")
+
+
+class Router:
+    """A fleet of workers, and the way of a request to one of them and back.
+
+    It works as soon as it is made. Entering it (`async with router`, or the host app's lifespan, which the
+    middleware uses) keeps connections to the workers open while no request is in flight, and drains at the end.
+
+    Args:
+        settings: see `RouterSettings`.
+        transport: how requests reach the workers; closed by `aclose`. Default: a pool of httpx connections.
+        clock: monotonic seconds, for the age of prefix blocks.
+        rng: chooses among equal workers.
+
+    Attributes:
+        settings: as given.
+        workers: the fleet; workers may be added and removed while requests are in flight.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.settings = settings
+        capacity = settings.prefix_capacity_tokens * BYTES_PER_TOKEN // settings.prefix_block_bytes
+        self.workers = Registry(lambda: PrefixIndex(capacity, settings.prefix_ttl, clock))
+        for worker in settings.workers:
+            self.workers.add(worker)
+
+        options = PolicyOptions(
+            prefill_cost_miss_weight=settings.prefill_cost_miss_weight,
+            prefill_cost_batch_offset=settings.prefill_cost_batch_offset,
+            cache_aware_hit_weight=settings.cache_aware_hit_weight,
+            cache_aware_load_weight=settings.cache_aware_load_weight,
+            cache_aware_balance_abs=settings.cache_aware_balance_abs,
+            cache_aware_balance_rel=settings.cache_aware_balance_rel,
+            waiting_weight=settings.waiting_weight,
+        )
+        policy = POLICIES[settings.policy](options, rng or random.Random())
+        self._scheduler = Scheduler(policy, block_bytes=settings.prefix_block_bytes)
+        self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
+        self._owns_transport = transport is None
+        self._exchanges: set[Exchange] = set()
+        self._entered = False
+        self._draining = False
+        self._idle: anyio.Event | None = None
+
+    def __repr__(self) -> str:
+        return f"<Router {self.settings.policy}: {len(self._exchanges)} exchanges, {list(self.workers)!r}>"
+
+    def stats(self) -> RouterStats:
+        """Return the counters of this moment. Cheap; never changes anything."""
+        return RouterStats(
+            workers=tuple(map(WorkerStats.of, self.workers)),
+            exchanges=len(self._exchanges),
+            draining=self._draining,
+        )
+
+    async def __aenter__(self) -> Self:
+        self._entered = True
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Drain, then close the connections to the workers. A later request opens new ones."""
+        try:
+            await self.drain()
+        finally:
+            self._draining = self._entered = False
+            with anyio.move_on_after(CLOSE_GRACE, shield=True):
+                await self._transport.aclose()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and wait until none is in flight.
+
+        After `DRAIN_TIMEOUT` seconds those that are left are ended: with an error if their answer has not
+        begun, cut short if it has.
+        """
+        self._draining = True
+        if not self._exchanges:
+            return
+
+        self._idle = idle = self._idle or anyio.Event()
+        with anyio.move_on_after(self.settings.drain_timeout):
+            await idle.wait()
+        for exchange in self._exchanges:
+            exchange.stop(ShuttingDown("The server is shutting down."))
+        with anyio.move_on_after(2 * CLOSE_GRACE):
+            await idle.wait()
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
+        """Answer one completion request: an ASGI `http` scope whose route path is `path`.
+
+        Raises:
+            AnswerCut: a worker failed after the answer had begun, and the answer is no event stream.
+        """
+        exchange = Exchange(Client(scope, receive, send))
+        self._exchanges.add(exchange)
+        try:
+            await self._answer_or_fail(exchange, path)
+        except ClientGone:
+            logger.debug("client gone")
+        finally:
+            # First and without an await: nothing can come between a request's end and its release.
+            exchange.release()
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                await self._fall_idle()
+
+    async def _answer_or_fail(self, exchange: Exchange, path: str) -> None:
+        client = exchange.client
+        try:
+            await self._answer(exchange, path)
+        except RouterError as error:
+            exchange.release()
+            with anyio.move_on_after(self.settings.send_timeout):
+                await (client.cut(error) if client.started else client.fail(error))
+
+    async def _answer(self, exchange: Exchange, path: str) -> None:
+        client = exchange.client
+        if self._draining:
+            raise ShuttingDown("The server is shutting down.")
+
+        body = await client.read_body(self.settings.max_body_bytes)
+        request = extract(body, path, header(client.scope["headers"], b"content-encoding"))
+
+        # What goes wrong inside is carried out of the task group by hand: a group would wrap it.
+        failure: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch, exchange)
+            with exchange.scope:
+                try:
+                    await checkpoint()  # the watcher listens before a worker is chosen
+                    await self._serve(exchange, request, body, path)
+                except Exception as exc:
+                    failure = exc
+            tasks.cancel_scope.cancel()
+
+        if exchange.scope.cancelled_caught:
+            failure = exchange.reason
+        if failure is not None:
+            raise failure
+
+    async def _watch(self, exchange: Exchange) -> None:
+        try:
+            await exchange.client.wait_gone()
+        except Exception as exc:  # a `receive` that fails will not tell us anything any more
+            logger.debug("receive failed: %s", type(exc).__name__)
+        exchange.stop(ClientGone())
+
+    async def _serve(self, exchange: Exchange, request: CompletionRequest, body: bytes, path: str) -> None:
+        settings = self.settings
+        tried: set[WorkerState] = set()
+        while True:
+            lease = exchange.lease = self._scheduler.select(self.workers, request, exclude=tried)
+            url = lease.state.worker.url
+            try:
+                upstream_request = self._upstream_request(exchange.client.scope, url, path, body)
+                exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
+                response = await open_response(self._transport, upstream_request)
+                await relay(
+                    response,
+                    exchange,
+                    lease,
+                    own_headers=[(b"x-router-worker", url.encode())] if settings.decision_headers else [],
+                    idle_timeout=settings.idle_timeout,
+                    send_timeout=settings.send_timeout,
+                )
+                return
+            except WorkerUnreachable:
+                # The worker has seen nothing of the request, so the lease may move on.
+                logger.warning("no connection to worker %s", url)
+                lease.release()
+                tried.add(lease.state)
+                if len(tried) > settings.retry_attempts or not self._scheduler.candidates(
+                    self.workers, request, exclude=tried
+                ):
+                    raise
+            except WorkerError as exc:
+                logger.warning("worker %s failed: %s (%s)", url, exc.code, type(exc.__cause__).__name__)
+                raise
+
+    def _upstream_request(self, scope: Scope, worker_url: str, path: str, body: bytes) -> httpx.Request:
+        settings = self.settings
+        # Reading is timed by the exchange's own deadline, which knows a first byte from a pause.
+        timeouts = {
+            "connect": settings.connect_timeout,
+            "write": settings.idle_timeout,
+            "read": None,
+            "pool": None,
+        }
+        url = httpx.URL(worker_url + path)
+        try:
+            if query := scope.get("query_string"):
+                url = url.copy_with(raw_path=url.raw_path + b"?" + query)
+        except httpx.InvalidURL as exc:
+            raise InvalidRequest("The request's query string can't be forwarded.") from exc
+
+        headers = request_headers(scope)
+        return httpx.Request("POST", url, headers=headers, content=body, extensions={"timeout": timeouts})
+
+    async def _fall_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.set()
+            self._idle = None
+        if self._owns_transport and not self._entered:
+            # Nobody has promised to close us: no lifespan reaches a mounted app, or a TestClient without `with`.
+            with anyio.move_on_after(CLOSE_GRACE, shield=True):
+                await self._transport.aclose()

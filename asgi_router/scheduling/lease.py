@@ -1,0 +1,83 @@
+"""Owns every counter of every worker.
+
+1. Counters change here and nowhere else, and only through a lease.
+2. A lease counts itself up when it is made, which is the moment of selection: choosing and counting are one
+   step, so that no two requests choose on the same numbers.
+3. `release` gives back all that the lease took, in one synchronous step, exactly once however often it is
+   called. It never awaits, never raises and takes no argument: it fits into any `finally`.
+4. What is given back is what was taken, stored in the lease, from the worker object that was counted, held by
+   the lease. Nothing is estimated or looked up again. So no counter can go below zero, and none is clamped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asgi_router.scheduling.prompt import Prompt
+    from asgi_router.scheduling.state import WorkerState
+
+
+class Lease:
+    """One request's claim on one worker, from selection until the worker is done with it.
+
+    Attributes:
+        state: the worker that was chosen and counted.
+        prefill_tokens: estimated prompt tokens.
+        uncached_tokens: how many of them the worker probably has to prefill, at least 1.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_prefilled",
+        "_released",
+        "_waiting",
+        "prefill_tokens",
+        "state",
+        "uncached_tokens",
+    )
+
+    def __init__(self, state: WorkerState, prompt: Prompt) -> None:
+        self.state = state
+        self.prefill_tokens = prompt.tokens
+        self.uncached_tokens = prompt.uncached_tokens(state)
+        self._blocks = prompt.blocks[: state.prefixes.pin(prompt.blocks)]
+        self._waiting = True
+        self._prefilled = False
+        self._released = False
+
+        state.requests += 1
+        state.prefill_tokens += self.prefill_tokens
+        state.waiting_requests += 1
+        state.pending_prefill_tokens += self.uncached_tokens
+
+    def first_byte(self, *, prefilled: bool) -> None:
+        """Note that the first body byte came: the request no longer waits. Not a release.
+
+        Args:
+            prefilled: the answer is a success, so the worker now holds the prompt's blocks.
+        """
+        if self._waiting and not self._released:
+            self._prefilled = prefilled
+            self._stop_waiting()
+
+    def release(self) -> None:
+        """Give back both counters, the place in the queue and the pinned blocks."""
+        if self._released:
+            return
+
+        self._released = True
+        self._stop_waiting()
+        self.state.requests -= 1
+        self.state.prefill_tokens -= self.prefill_tokens
+        self.state.prefixes.unpin(self._blocks, prefilled=self._prefilled)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self.state.waiting_requests -= 1
+            self.state.pending_prefill_tokens -= self.uncached_tokens
+
+    def __repr__(self) -> str:
+        phase = "released" if self._released else "waiting" if self._waiting else "answering"
+        return f"<Lease on {self.state.worker.url}: {self.prefill_tokens} tokens, {phase}>"

@@ -1,0 +1,205 @@
+"""Owns the policies: one small class each, with one method, `choose`.
+
+A policy reads counters and never writes them, never awaits, and always returns one of the workers that it was
+given. Equal workers are chosen among at random: a fixed order would send all the traffic of a quiet fleet to
+the first. To add a policy, write a class and name it in `POLICIES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Mapping, Sequence
+
+    from asgi_router.scheduling.prompt import Prompt
+    from asgi_router.scheduling.state import WorkerState
+
+
+class Policy(Protocol):
+    """How a worker is chosen."""
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        """Return one of `workers`, of which there is at least one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """The numbers that policies can be tuned by; the settings of the same names say what they mean."""
+
+    prefill_cost_miss_weight: float = 2.0
+    prefill_cost_batch_offset: float = 4.0
+    cache_aware_hit_weight: float = 1.0
+    cache_aware_load_weight: float = 1.0
+    cache_aware_balance_abs: int = 16
+    cache_aware_balance_rel: float = 0.5
+    waiting_weight: float = 1.0
+
+
+def lowest(
+    workers: Sequence[WorkerState], score: Callable[[WorkerState], tuple[float, ...]], rng: random.Random
+) -> WorkerState:
+    """Return a worker with the lowest score; one of them at random if there are several."""
+    best: list[WorkerState] = []
+    best_score: tuple[float, ...] = ()
+    for worker in workers:
+        worker_score = score(worker)
+        if not best or worker_score < best_score:
+            best, best_score = [worker], worker_score
+        elif worker_score == best_score:
+            best.append(worker)
+
+    return best[0] if len(best) == 1 else rng.choice(best)
+
+
+class PrefillCost:
+    """The default: the work in front of this prompt plus its own prefill, times how busy the batch is.
+
+    `(Q + miss_weight * U) * (n + batch_offset)`, lowest wins: Q is the worker's queue in uncached tokens, U
+    this prompt's uncached tokens there (at least 1), n its requests in flight. LMetric's product (OSDI '26)
+    with two softenings: a miss counts double, since it also evicts what others could reuse, and one request
+    more on an almost idle worker doesn't outweigh a warm cache.
+    """
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._miss_weight = options.prefill_cost_miss_weight
+        self._batch_offset = options.prefill_cost_batch_offset
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        miss_weight, batch_offset, uncached_tokens = (
+            self._miss_weight,
+            self._batch_offset,
+            prompt.uncached_tokens,
+        )
+
+        def score(worker: WorkerState) -> tuple[float, ...]:
+            work = worker.pending_prefill_tokens + miss_weight * uncached_tokens(worker)
+            return work * (worker.requests + batch_offset), worker.requests
+
+        return lowest(workers, score, self._rng)
+
+
+class CacheAware:
+    """The seed's cache-aware rule: cached share against load, unless the fleet is out of balance.
+
+    `(1 - hit) * hit_weight + requests / most_requests * load_weight`, lowest wins. If the fullest worker has
+    more than `balance_abs` requests and more than the share `balance_rel` of its own above the emptiest, the
+    cache is ignored and the fewest requests win.
+
+    Mended from the seed: every holder of a prefix gets its own match, not only the deepest one; balance is
+    judged and restored by the same load (the seed judged by requests and restored by tokens); the limits are
+    16 and 0.5 (the seed's 1 and 0.2 switch affinity off at a gap of two requests).
+    """
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._options = options
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        options = self._options
+        most = max(worker.requests for worker in workers)
+        gap = most - min(worker.requests for worker in workers)
+        if gap > options.cache_aware_balance_abs and gap / most > options.cache_aware_balance_rel:
+            return lowest(workers, _requests_then_tokens, self._rng)
+
+        def score(worker: WorkerState) -> tuple[float, ...]:
+            miss = (1 - prompt.hit_ratio(worker)) * options.cache_aware_hit_weight
+            load = worker.requests / most * options.cache_aware_load_weight if most else 0.0
+            return miss + load, worker.prefill_tokens
+
+        return lowest(workers, score, self._rng)
+
+
+class RequestNum:
+    """Fewest requests in flight, then fewest prompt tokens."""
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        return lowest(workers, _requests_then_tokens, self._rng)
+
+
+class ProcessTokens:
+    """Fewest prompt tokens in flight, then fewest requests."""
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        return lowest(workers, lambda worker: (worker.prefill_tokens, worker.requests), self._rng)
+
+
+class FdMetricsScore:
+    """FastDeploy's engine score, from the router's own counters: running + waiting * waiting_weight.
+
+    Waiting are the requests whose first byte has not come yet, running the others. (The seed's router counts
+    none as waiting, which makes its weight inert.)
+    """
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._waiting_weight = options.waiting_weight
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        def score(worker: WorkerState) -> tuple[float, ...]:
+            running = worker.requests - worker.waiting_requests
+            return (running + worker.waiting_requests * self._waiting_weight,)
+
+        return lowest(workers, score, self._rng)
+
+
+class PowerOfTwo:
+    """Two different workers at random; of them the one with fewer requests in flight."""
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        if len(workers) == 1:
+            return workers[0]
+
+        first, second = self._rng.sample(workers, 2)
+        return first if first.requests <= second.requests else second
+
+
+class RoundRobin:
+    """Each worker in turn."""
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._turn = 0
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        worker = workers[self._turn % len(workers)]
+        self._turn += 1
+        return worker
+
+
+class Random:
+    """Any worker, all alike."""
+
+    def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        return self._rng.choice(workers)
+
+
+def _requests_then_tokens(worker: WorkerState) -> tuple[float, ...]:
+    return worker.requests, worker.prefill_tokens
+
+
+POLICIES: Mapping[str, Callable[[PolicyOptions, random.Random], Policy]] = {
+    "cache_aware": CacheAware,
+    "fd_metrics_score": FdMetricsScore,
+    "power_of_two": PowerOfTwo,
+    "prefill_cost": PrefillCost,
+    "process_tokens": ProcessTokens,
+    "random": Random,
+    "request_num": RequestNum,
+    "round_robin": RoundRobin,
+}

@@ -1,0 +1,144 @@
+"""Owns the router's picture of one worker's prefix cache: which prompt blocks it probably holds.
+
+A block is known by a hash chained over all that precedes it, so an equal hash means an equal prefix, and a
+flat table of hashes answers the longest match without a tree. The rules:
+
+1. If a block is in the table, so are all the blocks before it. A prompt is recorded from its head on, and when
+   room is needed the least recently used block goes, which is never the head of a chain whose tail stays:
+   tails are put back before heads. So the longest match is found by bisection.
+2. The blocks of a request in flight are pinned: they match at once, so that the siblings in a burst find them,
+   and they can't be evicted. When the request ends they stay if it was prefilled, or were there before; else
+   they are gone, as if it had never been sent.
+3. Pinned and unpinned blocks together never exceed the capacity, and it is kept at insertion: what doesn't
+   fit is not recorded, tail first. Nothing sweeps.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_CONFIRMED = 1  # lowest bit of a pin: the worker has prefilled this block
+_HOLD = 2  # what one request in flight adds to a pin
+
+
+def block_hashes(key: bytes, block_bytes: int, space: tuple[str, ...] = ()) -> tuple[int, ...]:
+    """Return the chained hashes of the whole blocks of `key`; a last part of a block has none.
+
+    `space` separates prompts that can't share a cache, such as those of two models. The hashes hold within
+    this process only: the interpreter's bytes hash (SipHash) is seeded at its start, which also means that a
+    client can't construct colliding prompts.
+    """
+    chain = hash(space)
+    hashes = []
+    for start in range(0, len(key) - block_bytes + 1, block_bytes):
+        chain = hash((chain, key[start : start + block_bytes]))
+        hashes.append(chain)
+
+    return tuple(hashes)
+
+
+class PrefixIndex:
+    """The blocks that one worker probably holds.
+
+    Args:
+        capacity: how many blocks at the most; 0 remembers nothing.
+        ttl: seconds after its last use from which a block no longer matches.
+        clock: monotonic seconds.
+    """
+
+    __slots__ = ("_capacity", "_clock", "_pinned", "_second", "_ttl", "_unpinned")
+
+    def __init__(self, capacity: int, ttl: float, clock: Callable[[], float]) -> None:
+        self._capacity = capacity
+        self._ttl = ttl
+        self._clock = clock
+        self._pinned: dict[int, int] = {}  # hash -> _HOLD x requests in flight, plus _CONFIRMED
+        self._unpinned: dict[int, int] = {}  # hash -> second of last use; least recently used first
+        self._second = 0
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex {len(self)} of {self._capacity} blocks, {len(self._pinned)} pinned>"
+
+    def __len__(self) -> int:
+        return len(self._pinned) + len(self._unpinned)
+
+    def match(self, blocks: Sequence[int], limit: int) -> int:
+        """Return how many of the first `limit` blocks are held, counted from the head without a gap."""
+        if limit <= 0 or not self._holds(blocks[0]):
+            return 0
+        if self._holds(blocks[limit - 1]):
+            return limit
+
+        held, missing = 0, limit - 1
+        while missing - held > 1:
+            middle = (held + missing) // 2
+            if self._holds(blocks[middle]):
+                held = middle
+            else:
+                missing = middle
+
+        return held + 1
+
+    def _holds(self, block: int) -> bool:
+        if block in self._pinned:
+            return True
+
+        used = self._unpinned.get(block)
+        return used is not None and self._clock() - used < self._ttl
+
+    def pin(self, blocks: Sequence[int]) -> int:
+        """Record the blocks of a request in flight. Return how many were, from the head on: as many as fit."""
+        pinned, unpinned = self._pinned, self._unpinned
+        count = min(len(blocks), self._capacity)
+        expired = self._clock() - self._ttl
+        known = 0
+        for block in islice(blocks, count):
+            hold = pinned.get(block)
+            if hold is not None:
+                pinned[block] = hold + _HOLD
+            elif (used := unpinned.pop(block, None)) is not None:
+                pinned[block] = _HOLD | _CONFIRMED if used > expired else _HOLD
+            else:
+                break
+            known += 1
+
+        fresh = min(count - known, self._capacity - len(pinned))
+        self._evict(len(self) + fresh - self._capacity)
+        for block in islice(blocks, known, known + fresh):
+            unpinned.pop(block, None)  # expired, and cut off from its head when that was taken back
+            pinned[block] = _HOLD
+
+        return known + fresh
+
+    def unpin(self, blocks: Sequence[int], *, prefilled: bool) -> None:
+        """End a request that `pin` recorded with exactly these blocks; keep them if the worker prefilled them."""
+        pinned, unpinned = self._pinned, self._unpinned
+        confirmed = _CONFIRMED if prefilled else 0
+        second = int(self._clock())
+        if second == self._second:
+            second = self._second  # one integer object for all blocks of a second, not one for each
+        self._second = second
+        for block in reversed(blocks):
+            hold = (pinned[block] - _HOLD) | confirmed
+            if hold >= _HOLD:
+                pinned[block] = hold
+                continue
+
+            del pinned[block]
+            if hold & _CONFIRMED:
+                unpinned[block] = second
+
+    def clear(self) -> None:
+        """Forget the blocks of ended requests: the worker lost its cache."""
+        self._unpinned.clear()
+        self._pinned = {block: hold & ~_CONFIRMED for block, hold in self._pinned.items()}
+
+    def _evict(self, count: int) -> None:
+        # All victims are collected in one pass: finding the first key of a dict takes a walk over the gaps
+        # that earlier victims left.
+        for block in list(islice(self._unpinned, max(0, count))):
+            del self._unpinned[block]

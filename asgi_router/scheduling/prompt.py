@@ -1,0 +1,40 @@
+"""Owns what a policy may know of a prompt: its length, and how much of it a worker already holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.scheduling.prefix_index import block_hashes
+
+if TYPE_CHECKING:
+    from asgi_router.extraction import CompletionRequest
+    from asgi_router.scheduling.state import WorkerState
+
+
+class Prompt:
+    """A prompt cut into blocks, ready to be matched against workers.
+
+    Attributes:
+        tokens: its estimated length.
+        blocks: chained hashes of its whole blocks.
+    """
+
+    __slots__ = ("_block_tokens", "_matchable", "blocks", "tokens")
+
+    def __init__(self, request: CompletionRequest, block_bytes: int) -> None:
+        key = request.prefix_key
+        self.tokens = request.prompt_tokens
+        self.blocks = block_hashes(key, block_bytes, (request.model,))
+        # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
+        self._matchable = max(0, len(key) - 1) // block_bytes
+        self._block_tokens = block_bytes / BYTES_PER_TOKEN
+
+    def hit_ratio(self, state: WorkerState) -> float:
+        """Return the share of the prompt's blocks that the worker holds, 0 to 1; 0 for a prompt without any."""
+        return state.prefixes.match(self.blocks, self._matchable) / self._matchable if self._matchable else 0.0
+
+    def uncached_tokens(self, state: WorkerState) -> int:
+        """Return how many tokens the worker would have to prefill, at least 1."""
+        cached_blocks = state.prefixes.match(self.blocks, self._matchable)
+        return max(1, self.tokens - int(cached_blocks * self._block_tokens))

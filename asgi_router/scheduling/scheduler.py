@@ -1,0 +1,72 @@
+"""Owns the one step from a request to a lease: candidates, policy, count. Nothing in it awaits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asgi_router.errors import NoWorker, UnknownModel
+from asgi_router.scheduling.lease import Lease
+from asgi_router.scheduling.prompt import Prompt
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from asgi_router.extraction import CompletionRequest
+    from asgi_router.scheduling.policies import Policy
+    from asgi_router.scheduling.state import WorkerState
+
+
+class Scheduler:
+    """Chooses a worker by a policy, and counts the request on it.
+
+    Args:
+        policy: how to choose among the workers that may be chosen.
+        block_bytes: size of a prefix block, in bytes of the prefix key.
+    """
+
+    def __init__(self, policy: Policy, *, block_bytes: int) -> None:
+        self._policy = policy
+        self._block_bytes = block_bytes
+
+    def select(
+        self,
+        workers: Iterable[WorkerState],
+        request: CompletionRequest,
+        *,
+        exclude: Collection[WorkerState] = (),
+    ) -> Lease:
+        """Choose a worker for `request` and return the lease that counts it there.
+
+        Args:
+            workers: the fleet; those that are unhealthy, draining or don't serve the model are passed over.
+            exclude: workers that this request has tried.
+
+        Raises:
+            UnknownModel: there are workers, and all of them list models, but not this one.
+            NoWorker: no worker can be chosen now.
+        """
+        candidates = self.candidates(workers, request, exclude=exclude)
+        if not candidates:
+            raise NoWorker("No worker is available for this request.")
+
+        prompt = Prompt(request, self._block_bytes)
+        return Lease(self._policy.choose(candidates, prompt), prompt)
+
+    def candidates(
+        self,
+        workers: Iterable[WorkerState],
+        request: CompletionRequest,
+        *,
+        exclude: Collection[WorkerState] = (),
+    ) -> list[WorkerState]:
+        """Return the workers that `select` would choose among.
+
+        Raises:
+            UnknownModel: as `select`.
+        """
+        fleet = list(workers)
+        serving = [worker for worker in fleet if worker.serves(request.model)]
+        if fleet and not serving:
+            raise UnknownModel("No worker serves the requested model.")
+
+        return [worker for worker in serving if worker.healthy and not worker.draining and worker not in exclude]

@@ -1,0 +1,45 @@
+"""Owns what the scheduler knows of one worker now: its load, its prefix blocks, whether it may be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asgi_router.scheduling.prefix_index import PrefixIndex
+    from asgi_router.worker import Worker
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """A worker as one router sees it.
+
+    It is never looked up by URL: a worker that leaves and comes back is a new object, with counters at zero
+    and no prefix blocks, while the leases of old requests release on the old one.
+
+    The counters are written by `lease.py` and by nobody else.
+    """
+
+    worker: Worker
+    prefixes: PrefixIndex
+    requests: int = 0
+    """Requests in flight."""
+    prefill_tokens: int = 0
+    """Estimated prompt tokens of the requests in flight."""
+    waiting_requests: int = 0
+    """Requests in flight whose first body byte has not come yet."""
+    pending_prefill_tokens: int = 0
+    """The queue: uncached prompt tokens of the waiting requests."""
+    healthy: bool = True
+    draining: bool = False
+
+    def serves(self, model: str) -> bool:
+        """Tell whether a request for `model` may come here."""
+        return not self.worker.models or model in self.worker.models
+
+    def __repr__(self) -> str:
+        flags = ("" if self.healthy else ", unhealthy") + (", draining" if self.draining else "")
+        return (
+            f"<WorkerState {self.worker.url} {self.worker.role.value}: {self.requests} requests, "
+            f"{self.prefill_tokens} prefill tokens, {self.pending_prefill_tokens} pending{flags}, {self.prefixes!r}>"
+        )

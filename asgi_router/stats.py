@@ -1,0 +1,56 @@
+"""Owns the snapshot that `Router.stats()` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asgi_router.scheduling.state import WorkerState
+    from asgi_router.worker import Role
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One worker at one moment."""
+
+    url: str
+    role: Role
+    requests: int
+    """Requests in flight."""
+    prefill_tokens: int
+    """Estimated prompt tokens of the requests in flight."""
+    waiting_requests: int
+    """Requests in flight whose first body byte has not come yet."""
+    pending_prefill_tokens: int
+    """Uncached prompt tokens of the waiting requests: what policies use as the length of the queue."""
+    prefix_blocks: int
+    """Blocks that the router believes to be in the worker's prefix cache."""
+    healthy: bool
+    draining: bool
+
+    @classmethod
+    def of(cls, state: WorkerState) -> WorkerStats:
+        """Return a snapshot of `state`."""
+        return cls(
+            url=state.worker.url,
+            role=state.worker.role,
+            requests=state.requests,
+            prefill_tokens=state.prefill_tokens,
+            waiting_requests=state.waiting_requests,
+            pending_prefill_tokens=state.pending_prefill_tokens,
+            prefix_blocks=len(state.prefixes),
+            healthy=state.healthy,
+            draining=state.draining,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStats:
+    """One router at one moment. The counters are those of this process."""
+
+    workers: tuple[WorkerStats, ...]
+    exchanges: int
+    """Completion requests that are being served, including those still uploading their body."""
+    draining: bool
+    """New requests are refused: the router is shutting down."""

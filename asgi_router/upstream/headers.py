@@ -1,0 +1,118 @@
+"""Owns which headers may cross, in both directions (RFC 9110, section 7.6).
+
+Everything crosses but what is listed here: names in lower case, values and repetition as they were.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.types import Scope
+
+    RawHeaders = list[tuple[bytes, bytes]]
+
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    )
+)
+# The body is whole when we forward it, so the transport counts it anew; a client's own count beside another
+# framing is how requests are smuggled. Host is the worker's. The server has answered `Expect` for us.
+_REQUEST_DROPS = _HOP_BY_HOP | {b"content-length", b"expect", b"host"}
+
+# The server in front of us adds `date` and `server`. Which origins may read an answer is the host app's say.
+# `x-router-*` is what we tell, and no worker.
+_RESPONSE_DROPS = _HOP_BY_HOP | {
+    b"access-control-allow-credentials",
+    b"access-control-allow-headers",
+    b"access-control-allow-methods",
+    b"access-control-allow-origin",
+    b"access-control-expose-headers",
+    b"access-control-max-age",
+    b"date",
+    b"server",
+    b"x-router-worker",
+}
+
+# A `Connection` header must not be able to strip these from a message.
+_NEVER_CONNECTION_LISTED = frozenset((b"authorization", b"content-encoding", b"content-length", b"content-type"))
+
+
+def request_headers(scope: Scope) -> RawHeaders:
+    """Return what the worker gets of the client's headers, with the client's address in `x-forwarded-for`."""
+    raw: RawHeaders = scope["headers"]
+    drops = _REQUEST_DROPS | _connection_listed(raw)
+    headers: RawHeaders = []
+    cookies: list[bytes] = []
+    hops: list[bytes] = []
+    for name, value in raw:
+        name = name.lower()
+        if name in drops:
+            continue
+
+        if name == b"cookie":
+            cookies.append(value)
+        elif name == b"x-forwarded-for":
+            hops.append(value)
+        else:
+            headers.append((name, value))
+
+    if cookies:  # HTTP/2 clients may split the field, HTTP/1.1 knows only one (RFC 9113, section 8.2.3)
+        headers.append((b"cookie", b"; ".join(cookies)))
+    if client := scope.get("client"):
+        hops.append(str(client[0]).encode("latin-1", "replace"))
+    if hops:
+        headers.append((b"x-forwarded-for", b", ".join(hops)))
+
+    return headers
+
+
+def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
+    """Return what the client gets of the worker's headers.
+
+    Event streams are marked as not to be buffered or cached, unless the worker says otherwise: nginx holds
+    back what it proxies by default.
+    """
+    raw = list(raw)
+    drops = _RESPONSE_DROPS | _connection_listed(raw)
+    headers = [(lower, value) for name, value in raw if (lower := name.lower()) not in drops]
+    if is_event_stream(headers):
+        names = {name for name, _ in headers}
+        if b"cache-control" not in names:
+            headers.append((b"cache-control", b"no-cache"))
+        if b"x-accel-buffering" not in names:
+            headers.append((b"x-accel-buffering", b"no"))
+
+    return headers
+
+
+def is_event_stream(headers: RawHeaders) -> bool:
+    """Tell whether lower-case response headers announce server-sent events."""
+    return any(
+        name == b"content-type" and value.lower().lstrip().startswith(b"text/event-stream") for name, value in headers
+    )
+
+
+def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
+    """Return the first value of a header, or an empty string."""
+    return next((value.decode("latin-1") for key, value in headers if key.lower() == name), "")
+
+
+def _connection_listed(raw: RawHeaders) -> frozenset[bytes]:
+    values = [value for name, value in raw if name.lower() == b"connection"]
+    if not values:
+        return frozenset()
+
+    tokens = {token.strip().lower() for value in values for token in value.split(b",")}
+    return frozenset(tokens) - _NEVER_CONNECTION_LISTED

@@ -1,0 +1,121 @@
+"""Owns the passing on of one response, worker to client: bytes unchanged, no faster than the client reads."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, cast
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from asgi_router.client import ClientGone
+from asgi_router.errors import WorkerTimeout
+from asgi_router.upstream.headers import header, response_headers
+from asgi_router.upstream.transport import worker_error
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import httpx
+
+    from asgi_router.exchange import Exchange
+    from asgi_router.scheduling.lease import Lease
+    from asgi_router.upstream.headers import RawHeaders
+
+CLOSE_GRACE = 1.0
+"""Seconds that closing a response may take. An unfinished HTTP/1.1 response is closed by dropping its socket."""
+
+_CHECKPOINT_EVERY = 64  # chunks, a power of two
+
+logger = logging.getLogger("asgi_router")
+
+
+async def relay(
+    response: httpx.Response,
+    exchange: Exchange,
+    lease: Lease,
+    *,
+    own_headers: RawHeaders,
+    idle_timeout: float | None,
+    send_timeout: float | None,
+) -> None:
+    """Send `response` to the client of `exchange`, and close it whatever happens.
+
+    The status goes out together with the first body byte: until then the worker's failure can still be told
+    to the client as a clean error. The lease is released when the worker's last byte has come.
+
+    Raises:
+        WorkerError: the worker failed; `exchange.client.started` says whether the client has seen anything.
+        ClientGone: the client did.
+    """
+    client = exchange.client
+    late = WorkerTimeout("The worker paused for too long.")
+    gone = ClientGone()
+    chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
+    try:
+        headers = response_headers(response.headers.raw)
+        status = response.status_code
+        length = header(headers, b"content-length")
+        missing = int(length) if length.isdigit() else -1
+
+        # First byte: the deadline is still the one that was set when the request was sent.
+        chunk = b"" if status in (204, 304) else await _read(chunks)
+        if chunk:
+            lease.first_byte(prefilled=status < 400)
+        exchange.allow(send_timeout, gone)
+        await client.start(status, [*headers, *own_headers])
+
+        count = 0
+        while chunk:
+            missing -= len(chunk)
+            if missing == 0:
+                await _finish(chunks)
+                break
+
+            exchange.allow(send_timeout, gone)
+            await client.write(chunk)
+            count += 1
+            if count % _CHECKPOINT_EVERY == 0:
+                await checkpoint()  # or a transport that never waits would starve the watcher
+            exchange.allow(idle_timeout, late)
+            chunk = await _read(chunks)
+
+        lease.release()
+        exchange.allow(send_timeout, gone)
+        await client.end(chunk)
+    finally:
+        # Nothing that must happen may stand behind this: a native cancellation gets through the shield.
+        with anyio.move_on_after(CLOSE_GRACE, shield=True):
+            await _close(chunks, response)
+
+
+async def _read(chunks: AsyncIterator[bytes]) -> bytes:
+    """Return the next bytes of a body, or none at its end."""
+    try:
+        while not (chunk := await anext(chunks)):
+            pass
+    except StopAsyncIteration:
+        return b""
+    except Exception as exc:
+        raise worker_error(exc) from exc
+
+    return chunk
+
+
+async def _finish(chunks: AsyncIterator[bytes]) -> None:
+    """Read the end of a body that is complete by its length, so that its connection can be used again."""
+    try:
+        await anext(chunks, None)
+    except Exception as exc:
+        logger.debug("worker failed after a complete answer: %s", type(exc).__name__)
+
+
+async def _close(chunks: AsyncIterator[bytes], response: httpx.Response) -> None:
+    try:
+        try:
+            if (aclose := getattr(chunks, "aclose", None)) is not None:
+                await aclose()
+        finally:
+            await response.aclose()
+    except Exception as exc:
+        logger.debug("closing a worker's response failed: %s", type(exc).__name__)

@@ -1,0 +1,125 @@
+"""Owns the way to a worker: the connection pool, and what an exception on that way means.
+
+Any `httpx.AsyncBaseTransport` can be used. The one here is stock httpx, with the pool settings that a proxy of
+long answers needs. It is called directly, never through an `httpx.AsyncClient`: a client would keep one cookie
+jar for all callers, add headers of its own and log every request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import httpx
+from anyio.lowlevel import RunVar
+
+from asgi_router.errors import InvalidRequest, RouterError, WorkerError, WorkerTimeout, WorkerUnreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class PooledTransport(httpx.AsyncBaseTransport):
+    """Stock httpx, with one connection pool for each event loop that uses it.
+
+    An httpx pool belongs to the loop it was first used in, but Starlette's TestClient may run each request in a
+    loop of its own.
+
+    Args:
+        keepalive_expiry: seconds that an idle connection is kept. It must be less than the workers keep it (5
+            for uvicorn and vLLM), or requests meet connections that are just being closed.
+    """
+
+    def __init__(self, *, keepalive_expiry: float) -> None:
+        self._keepalive_expiry = keepalive_expiry
+        self._pool: RunVar[httpx.AsyncHTTPTransport | None] = RunVar("asgi_router_pool", None)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        pool = self._pool.get()
+        if pool is None:
+            pool = self._new_pool()
+            self._pool.set(pool)
+
+        return await pool.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Close the connections of the running loop. A later request opens new ones."""
+        pool = self._pool.get()
+        self._pool.set(None)
+        if pool is not None:
+            await pool.aclose()
+
+    def _new_pool(self) -> httpx.AsyncHTTPTransport:
+        # No limit on connections: how much a worker gets is the scheduler's decision, and a limited pool loses
+        # its places for ever when requests are cancelled (encode/httpcore#1093). No proxy variables: workers
+        # are neighbours.
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=self._keepalive_expiry
+        )
+        return httpx.AsyncHTTPTransport(limits=limits, trust_env=False, retries=0)
+
+
+async def open_response(transport: httpx.AsyncBaseTransport, request: httpx.Request) -> httpx.Response:
+    """Send `request` and return the worker's response as soon as its head is there.
+
+    A request that meets a keep-alive connection which the worker has closed meanwhile is sent once more, on
+    another connection. That is the only repetition: on a new connection the worker may have begun to work.
+
+    Raises:
+        WorkerUnreachable: no connection; the worker has seen nothing.
+        WorkerTimeout: the transport's own time-out.
+        WorkerError: the connection broke, or what came is not HTTP.
+        InvalidRequest: the client's headers can't be sent.
+    """
+    trace = _ConnectionTrace()
+    request.extensions["trace"] = trace
+    try:
+        return await transport.handle_async_request(request)
+    except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
+        if not trace.reused_connection or not _means_closed(exc):
+            raise worker_error(exc) from exc
+    except Exception as exc:
+        raise worker_error(exc) from exc
+
+    try:
+        return await transport.handle_async_request(request)
+    except Exception as exc:
+        raise worker_error(exc) from exc
+
+
+def worker_error(exc: Exception) -> RouterError:
+    """Return what an exception of a transport means for the client."""
+    match exc:
+        case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.PoolTimeout():
+            return WorkerUnreachable("No connection to the worker could be made.")
+        case httpx.TimeoutException():
+            return WorkerTimeout("The worker did not answer in time.")
+        case httpx.LocalProtocolError() | httpx.InvalidURL():
+            return InvalidRequest("The request's headers or query can't be forwarded.")
+        case _:
+            return WorkerError("The worker failed before it answered.")
+
+
+def _means_closed(exc: httpx.TransportError) -> bool:
+    # A protocol error after a first byte of an answer has another text.
+    return not isinstance(exc, httpx.RemoteProtocolError) or "without sending a response" in str(exc)
+
+
+class _ConnectionTrace:
+    """Learns from httpcore's trace extension whether a request went out on a connection that was already open.
+
+    A transport that knows nothing of the extension leaves `reused_connection` False, and nothing is repeated.
+    """
+
+    def __init__(self) -> None:
+        self._connected = False
+        self._sent = False
+
+    @property
+    def reused_connection(self) -> bool:
+        return self._sent and not self._connected
+
+    async def __call__(self, event: str, info: Mapping[str, object]) -> None:
+        if event.startswith("connection.connect_"):
+            self._connected = True
+        elif event == "http11.send_request_headers.started":
+            self._sent = True
