@@ -1,0 +1,29 @@
+"""Owns what every test gets: the event loops to run on, and an environment without settings."""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+import pytest
+
+from tests.instruments import BACKENDS
+
+
+@pytest.fixture(params=BACKENDS)
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """The event loop under an async test; `tests.instruments.asyncio_only` narrows it."""
+    return cast("tuple[str, dict[str, bool]]", request.param)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove what the machine's owner may have set: router settings and proxies change what is under test."""
+    remove_settings(monkeypatch)
+
+
+def remove_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset every ASGI_ROUTER_* and *_PROXY variable, in either case, until the end of the test."""
+    for name in list(os.environ):
+        if name.upper().startswith("ASGI_ROUTER_") or name.upper().endswith("_PROXY"):
+            monkeypatch.delenv(name)
