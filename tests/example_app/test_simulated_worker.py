@@ -1,0 +1,94 @@
+"""The simulated worker on its own: what it remembers, what it says, and that it says what it is."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from starlette.testclient import TestClient
+
+from example_app.simulated_worker import PrefixCache, create_app
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PROMPT = "one two three four five six seven eight"
+
+
+@pytest.fixture
+def http() -> Iterator[TestClient]:
+    with TestClient(create_app()) as client:
+        yield client
+
+
+def cached_tokens(http: TestClient, prompt: str) -> int:
+    usage = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_cached_tokens_rise_with_what_is_known(http: TestClient) -> None:
+    """Tokens count as cached from the prompt's start up to the first that differs; the last is always computed."""
+    assert cached_tokens(http, PROMPT) == 0
+    assert cached_tokens(http, PROMPT) == 7
+    assert cached_tokens(http, f"{PROMPT} nine ten") == 8
+    assert cached_tokens(http, "one two THREE four five") == 2
+    assert cached_tokens(http, "two three four") == 0
+
+
+def test_two_workers_share_nothing(http: TestClient) -> None:
+    """Each worker has a cache of its own: what one has read, the other has not."""
+    cached_tokens(http, PROMPT)
+    with TestClient(create_app()) as other:
+        assert cached_tokens(other, PROMPT) == 0
+
+
+def test_the_cache_forgets_the_least_recently_used() -> None:
+    """A full cache drops old entries, and of the oldest prompt its tail ahead of its start."""
+    cache = PrefixCache(capacity=6)
+    cache.read(["a", "b", "c"])
+    cache.read(["x", "y", "z"])
+    cache.read(["x", "y", "z"])
+    cache.read(["p", "q"])
+
+    assert cache.read(["x", "y", "z", "!"]) == 3
+    assert cache.read(["a", "b", "c"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 3}),
+    ],
+)
+def test_every_answer_says_that_it_is_simulated(http: TestClient, path: str, body: dict[str, object]) -> None:
+    """Model, fingerprint and text say it, whatever model was asked for, streamed or in one piece."""
+    body = {"model": "tiny", **body}
+    whole = http.post(path, json=body).json()
+    stream = http.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}}).text
+    *events, end, nothing = stream.split("\n\n")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+
+    assert "Simulated" in json.dumps(whole["choices"])
+    for answer in (whole, *chunks):
+        assert answer["model"] == answer["system_fingerprint"] == "simulated"
+    assert (end, nothing) == ("data: [DONE]", "")
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("body", [b"", b"no JSON", b"[]", b"{}", b'{"prompt": "x", "max_tokens": "many"}'])
+def test_a_bad_request_is_refused(http: TestClient, body: bytes) -> None:
+    """What can't be read is a 400 in OpenAI's shape."""
+    answer = http.post("/v1/completions", content=body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_it_is_healthy_and_names_its_model(http: TestClient) -> None:
+    """The routes that launchers and clients ask first are there."""
+    assert http.get("/health").status_code == 200
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["simulated"]
