@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from asgi_router.client import Client
     from asgi_router.scheduling.lease import Lease
 
+END_GRACE = 1.0
+"""Seconds that the last `send` may take once the client has gone."""
+
 
 class Exchange:
     """One client's request, from selection to the end of the answer.
@@ -42,8 +45,14 @@ class Exchange:
         self.scope.deadline = math.inf if seconds is None else anyio.current_time() + seconds
 
     def stop(self, reason: Exception) -> None:
-        """End the request now, unless its answer is complete."""
-        if self._stopped is None and not self.client.finished:
+        """End the request now.
+
+        If the last message is on its way the request is over, and what looks like a disconnect may be how the
+        server reports that. Then the `send` of that message gets a moment to return by itself.
+        """
+        if self.client.finished:
+            self.allow(END_GRACE, reason)
+        elif self._stopped is None:
             self._stopped = reason
             self.scope.cancel()
 

@@ -183,7 +183,10 @@ class Router:
             tasks.start_soon(self._watch, exchange)
             with exchange.scope:
                 try:
-                    await checkpoint()  # the watcher listens before a worker is chosen
+                    # The watcher listens before a worker is chosen. Two turns: trio runs the tasks of one
+                    # turn in random order.
+                    await checkpoint()
+                    await checkpoint()
                     await self._serve(exchange, request, body, path)
                 except Exception as exc:
                     failure = exc

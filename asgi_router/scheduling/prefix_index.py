@@ -66,6 +66,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._pinned) + len(self._unpinned)
 
+    @property
+    def pinned(self) -> int:
+        """How many blocks belong to requests in flight."""
+        return len(self._pinned)
+
     def match(self, blocks: Sequence[int], limit: int) -> int:
         """Return how many of the first `limit` blocks are held, counted from the head without a gap."""
         if limit <= 0 or not self._holds(blocks[0]):

@@ -190,6 +190,7 @@ class FakeWorker:
         """Play the script of this request."""
         script = self._script_for(request)
         self.connects += 1
+        self.changes.tell()
         await anyio.lowlevel.checkpoint()
         for step in script.connect:
             await perform(step)

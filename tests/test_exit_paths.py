@@ -1,0 +1,510 @@
+"""Owns the table of ways out: however a request ends, both counters are back, and the response is closed.
+
+Each test looks at the counters while the request is in flight, so that zero afterwards means something.
+Native cancellation is in `test_native_cancel.py`, real sockets in `test_wire.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import anyio
+import httpx
+import pytest
+
+from asgi_router.errors import AnswerCut
+from tests.instruments.asgi_client import DISCONNECT, HANG, Exchange
+from tests.routed import KINDS, OTHER, WORKER, Kind, Routed, answer, completion_body
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.instruments.fake_worker import Script, Step
+    from tests.instruments.steps import Pause
+
+pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("kind", KINDS)]
+
+
+def exchange_for(**options: object) -> Exchange:
+    return Exchange(body=completion_body(), **options)  # type: ignore[arg-type]
+
+
+def interrupted(kind: Kind, *steps: Step, after: int = 1) -> Script:
+    """The good answer up to `after` chunks, then these steps."""
+    script = answer(kind)
+    return replace(script, body=[*list(script.body)[:after], *steps])
+
+
+def error_of(exchange: Exchange) -> tuple[int | None, object]:
+    """The status, and the code of the OpenAI-shaped error."""
+    body = exchange.json()
+    assert isinstance(body, dict)
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return exchange.status, body["error"]["code"]
+
+
+# --- success -----------------------------------------------------------------------------------------------
+
+
+async def test_success(kind: Kind) -> None:
+    """A whole answer releases the lease; while it runs, the request and its tokens are counted."""
+    gate = anyio.Event()
+    routed = Routed(replace(answer(kind), head=[gate]))
+    exchange = exchange_for()
+    async with exchange.running(routed.app):
+        await routed.worker.received(1)
+        requests, tokens, waiting, pending = routed.counters[0]
+        assert (requests, waiting) == (1, 1)
+        assert tokens == pending > 900
+        gate.set()
+
+    assert exchange.finished_cleanly
+    assert exchange.body == b"".join(chunk for chunk in answer(kind).body if isinstance(chunk, bytes))
+    routed.assert_released(exchange)
+
+
+async def test_first_byte_takes_the_request_out_of_the_queue_and_no_more(kind: Kind) -> None:
+    """At the first body byte the pending tokens go, and both counters stay."""
+    gate = anyio.Event()
+    routed = Routed(interrupted(kind, gate, *list(answer(kind).body)[1:]))
+    exchange = exchange_for()
+    async with exchange.running(routed.app):
+        await exchange.body_at_least(1)
+        requests, tokens, waiting, pending = routed.counters[0]
+        assert (requests, waiting, pending) == (1, 0, 0)
+        assert tokens > 900
+        gate.set()
+
+    assert exchange.finished_cleanly
+    routed.assert_released(exchange)
+
+
+async def test_counters_are_back_before_the_client_has_the_end(kind: Kind) -> None:
+    """Whoever has seen a whole answer finds the counters as they were."""
+    routed = Routed(answer(kind))
+    exchange = exchange_for(at={"end": HANG})
+    async with exchange.running(routed.app):
+        await exchange.hung()
+        assert routed.counters == [(0, 0, 0, 0)]
+        exchange.disconnect()
+
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("status", [201, 400, 401, 404, 422, 429, 500, 503])
+async def test_worker_status_is_the_clients_status(kind: Kind, status: int) -> None:
+    """A worker's own error is an answer like any other: status and bytes unchanged (F-01)."""
+    routed = Routed({WORKER: replace(answer(kind), status=status), OTHER: answer(kind)})
+    routed.router.workers.remove(OTHER)
+    exchange = await exchange_for().run(routed.app)
+    assert exchange.status == status
+    assert exchange.body == b"".join(chunk for chunk in answer(kind).body if isinstance(chunk, bytes))
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("status", [200, 204, 304])
+async def test_empty_answer(kind: Kind, status: int) -> None:
+    """An answer without a body is relayed as such."""
+    routed = Routed(replace(answer(kind), status=status, body=[], headers=[]))
+    exchange = await exchange_for().run(routed.app)
+    assert (exchange.status, exchange.body, exchange.ends) == (status, b"", 1)
+    routed.assert_released(exchange)
+
+
+# --- closing the worker's response ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("close", [[httpx.ReadError("broken")], [HANG], [RuntimeError("odd")]], ids=repr)
+async def test_close_that_raises_or_hangs_after_success(kind: Kind, close: Sequence[Pause]) -> None:
+    """A response that can't be closed costs a bounded time, and no counter (sglang-omni#931)."""
+    routed = Routed(replace(answer(kind), close=close))
+    exchange = await exchange_for().run(routed.app)
+    assert exchange.finished_cleanly
+    assert routed.worker.never_closed == 0
+    routed.assert_released(exchange, responses_closed=close != [HANG])
+
+
+@pytest.mark.parametrize("close", [[httpx.ReadError("broken")], [HANG], [RuntimeError("odd")]], ids=repr)
+async def test_close_that_raises_or_hangs_after_disconnect(kind: Kind, close: Sequence[Pause]) -> None:
+    """The same when the client has gone."""
+    routed = Routed(replace(interrupted(kind, HANG), close=close))
+    exchange = exchange_for()
+    async with exchange.running(routed.app):
+        await exchange.body_at_least(1)
+        assert routed.counters[0][0] == 1
+        exchange.disconnect()
+
+    assert routed.worker.never_closed == 0
+    routed.assert_released(exchange, responses_closed=close != [HANG])
+
+
+async def test_slow_close_finishes_although_the_scope_is_cancelled(kind: Kind) -> None:
+    """The close is shielded: a cancelled anyio scope doesn't cut it short."""
+    gate = anyio.Event()
+    routed = Routed(replace(interrupted(kind, HANG), close=[gate]))
+    exchange = exchange_for()
+    async with exchange.running(routed.app):
+        await exchange.body_at_least(1)
+        exchange.cancel()
+        await routed.worker.closing(1)
+        gate.set()
+
+    assert exchange.cancelled
+    routed.assert_released(exchange)
+
+
+# --- the worker fails ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("refused"), httpx.ConnectTimeout("late")], ids=repr)
+async def test_connect_error(kind: Kind, error: Exception) -> None:
+    """No worker can be connected to: 502."""
+    routed = Routed(replace(answer(kind), connect=[error]))
+    exchange = await exchange_for().run(routed.app)
+    assert error_of(exchange) == (502, "worker_unreachable")
+    routed.assert_released(exchange)
+
+
+async def test_connect_error_moves_the_lease(kind: Kind) -> None:
+    """After a connect error the next worker gets the request, and the lease with both counters."""
+    gate = anyio.Event()
+    scripts = {
+        WORKER: replace(answer(kind), connect=[httpx.ConnectError("refused")]),
+        OTHER: replace(answer(kind), head=[gate]),
+    }
+    routed = Routed(scripts, policy="round_robin")
+    exchange = exchange_for()
+    async with exchange.running(routed.app):
+        await routed.fleet[OTHER].received(1)
+        assert routed.counters[0] == (0, 0, 0, 0)
+        assert routed.counters[1][0] == 1
+        gate.set()
+
+    assert exchange.finished_cleanly
+    assert routed.worker.connects == 1
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize(("attempts", "tried"), [(0, 1), (1, 2), (2, 3), (9, 4)])
+async def test_retry_attempts(kind: Kind, attempts: int, tried: int) -> None:
+    """At most RETRY_ATTEMPTS further workers are tried, each once; then 502 (F-07)."""
+    dead = replace(answer(kind), connect=[httpx.ConnectError("refused")])
+    routed = Routed({f"http://w{n}:1": dead for n in range(4)}, retry_attempts=attempts)
+    exchange = await exchange_for().run(routed.app)
+    assert error_of(exchange) == (502, "worker_unreachable")
+    connects = [worker.connects for worker in routed.fleet.workers.values()]
+    assert sum(connects) == tried
+    assert max(connects) == 1
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (httpx.ReadError("reset"), (502, "worker_failed")),
+        (httpx.WriteError("reset"), (502, "worker_failed")),
+        (httpx.RemoteProtocolError("garbage"), (502, "worker_failed")),
+        (httpx.ReadTimeout("late"), (504, "worker_timeout")),
+        (httpx.WriteTimeout("late"), (504, "worker_timeout")),
+        (httpx.LocalProtocolError("bad header"), (400, "invalid_request")),
+        (OSError("odd"), (502, "worker_failed")),
+        (RuntimeError("the client has been closed"), (502, "worker_failed")),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+async def test_error_before_the_head(kind: Kind, error: Exception, expected: tuple[int, str]) -> None:
+    """The worker may have begun, so the request is not sent again; the client gets one clean error (F-06)."""
+    failing = replace(answer(kind), head=[error])
+    routed = Routed({WORKER: failing, OTHER: failing})
+    exchange = await exchange_for().run(routed.app)
+    assert error_of(exchange) == expected
+    assert sum(worker.connects for worker in routed.fleet.workers.values()) == 1
+    routed.assert_released(exchange)
+
+
+async def test_error_between_head_and_first_byte(kind: Kind) -> None:
+    """The client has seen nothing yet, so the answer is an honest 502 and not a broken 200."""
+    routed = Routed(interrupted(kind, httpx.ReadError("reset"), after=0))
+    exchange = await exchange_for().run(routed.app)
+    assert error_of(exchange) == (502, "worker_failed")
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("error", [httpx.ReadError("reset"), httpx.ReadTimeout("late"), ValueError("odd")], ids=repr)
+async def test_error_mid_answer(kind: Kind, error: Exception) -> None:
+    """An answer that broke off never looks whole: an error event in a stream, a cut otherwise (F-25)."""
+    routed = Routed(interrupted(kind, error))
+    exchange = exchange_for()
+    if kind == "stream":
+        await exchange.run(routed.app)
+        assert exchange.body.count(b'data: {"error": {') == 1
+        assert exchange.body.endswith(b"}}\n\n")
+        assert b"[DONE]" not in exchange.body
+    else:
+        with pytest.raises(AnswerCut):
+            await exchange.run(routed.app)
+
+    assert (exchange.status, exchange.ends) == (200, 0)
+    routed.assert_released(exchange)
+
+
+# --- time-outs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", ["head", "body"])
+async def test_first_byte_timeout(kind: Kind, late: str) -> None:
+    """FIRST_BYTE_TIMEOUT covers the head and the first body byte: 504 (F-05)."""
+    script = replace(answer(kind), head=[HANG]) if late == "head" else interrupted(kind, HANG, after=0)
+    routed = Routed(script, first_byte_timeout=0.05)
+    exchange = await exchange_for().run(routed.app)
+    assert error_of(exchange) == (504, "worker_timeout")
+    routed.assert_released(exchange)
+
+
+async def test_idle_timeout(kind: Kind) -> None:
+    """A worker that pauses for IDLE_TIMEOUT in the middle of an answer is given up."""
+    routed = Routed(interrupted(kind, HANG), idle_timeout=0.05)
+    exchange = exchange_for()
+    if kind == "stream":
+        await exchange.run(routed.app)
+        assert b'"code": "worker_timeout"' in exchange.body
+    else:
+        with pytest.raises(AnswerCut):
+            await exchange.run(routed.app)
+
+    assert (exchange.status, exchange.ends) == (200, 0)
+    routed.assert_released(exchange)
+
+
+async def test_idle_timeout_does_not_limit_the_first_byte_or_the_client(kind: Kind) -> None:
+    """Neither a long prefill nor a client that reads slowly counts as the worker's pause."""
+    gate, reading = anyio.Event(), anyio.Event()
+    routed = Routed(replace(answer(kind), head=[gate]), idle_timeout=0.05)
+    exchange = exchange_for(at={1: reading})
+    async with exchange.running(routed.app):
+        await routed.worker.received(1)
+        await anyio.sleep(0.15)  # three time-outs long: nothing may happen, so there is no event to wait for
+        gate.set()
+        await exchange.started()
+        await anyio.sleep(0.15)
+        reading.set()
+
+    assert exchange.finished_cleanly
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("moment", ["start", 1, "end"])
+async def test_send_timeout(kind: Kind, moment: str | int) -> None:
+    """A client that is connected but doesn't read is given up after SEND_TIMEOUT (askalf/dario#910)."""
+    routed = Routed(answer(kind), send_timeout=0.05)
+    exchange = await exchange_for(at={moment: HANG}).run(routed.app)
+    assert not exchange.complete
+    routed.assert_released(exchange)
+
+
+async def test_send_timeout_covers_our_own_errors(kind: Kind) -> None:
+    """An error answer to a client that doesn't read ends too."""
+    routed = Routed(replace(answer(kind), head=[httpx.ReadError("reset")]), send_timeout=0.05)
+    exchange = await exchange_for(at={"start": HANG}).run(routed.app)
+    routed.assert_released(exchange)
+
+
+# --- the client leaves ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server", ["uvicorn", "hypercorn"])
+async def test_disconnect_in_the_upload(kind: Kind, server: str) -> None:
+    """Half a prompt is never sent to a worker."""
+    routed = Routed(answer(kind))
+    exchange = Exchange(body=[completion_body()[:100], DISCONNECT], server=server)  # type: ignore[arg-type]
+    await exchange.run(routed.app)
+    assert (exchange.starts, routed.worker.connects) == (0, 0)
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("server", ["uvicorn", "hypercorn"])
+@pytest.mark.parametrize("phase", ["connect", "head", "first byte"])
+async def test_disconnect_in_prefill(kind: Kind, server: str, phase: str) -> None:
+    """The worker is let go at once, not at its first token (vllm-project/router#215, smg#2136)."""
+    script = {
+        "connect": replace(answer(kind), connect=[HANG]),
+        "head": replace(answer(kind), head=[HANG]),
+        "first byte": interrupted(kind, HANG, after=0),
+    }[phase]
+    routed = Routed(script)
+    exchange = exchange_for(server=server)
+    async with exchange.running(routed.app):
+        await routed.worker.changes.until(
+            lambda: routed.worker.connects == 1 and (phase == "connect" or bool(routed.worker.calls))
+        )
+        assert routed.counters[0][2] == 1
+        exchange.disconnect()
+
+    assert exchange.starts == 0
+    routed.assert_released(exchange)
+
+
+async def test_disconnect_before_a_worker_is_contacted(kind: Kind) -> None:
+    """A client that has gone when its body is complete costs no prefill."""
+    routed = Routed(answer(kind))
+    exchange = exchange_for()
+    inner_receive = exchange.receive
+
+    async def receive() -> object:
+        if exchange.disconnected:  # uvicorn doesn't suspend either when there is something to tell
+            return {"type": "http.disconnect"}
+        message = await inner_receive()
+        exchange.disconnect()
+        return message
+
+    exchange.receive = receive  # type: ignore[assignment,method-assign]
+    await exchange.run(routed.app)
+    assert routed.worker.connects == 0
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("spec_version", ["2.3", "2.4", None])
+@pytest.mark.parametrize("late_send", [None, OSError("gone")], ids=["silent", "raising"])
+async def test_disconnect_mid_answer(kind: Kind, spec_version: str | None, late_send: Exception | None) -> None:
+    """Whether `send` tells or not, the disconnect ends the request (litellm#30244)."""
+    routed = Routed(interrupted(kind, HANG))
+    exchange = exchange_for(spec_version=spec_version, late_send=late_send)
+    async with exchange.running(routed.app):
+        await exchange.body_at_least(1)
+        assert routed.counters[0][0] == 1
+        exchange.disconnect()
+
+    assert (exchange.starts, exchange.ends) == (1, 0)
+    routed.assert_released(exchange)
+
+
+async def test_disconnect_while_send_blocks(kind: Kind) -> None:
+    """A client that stopped reading and then left is noticed."""
+    routed = Routed(answer(kind))
+    exchange = exchange_for(at={1: HANG})
+    async with exchange.running(routed.app):
+        await exchange.hung()
+        exchange.disconnect()
+
+    routed.assert_released(exchange)
+
+
+async def test_disconnect_with_the_last_message_is_a_success(kind: Kind) -> None:
+    """Servers report a disconnect once the answer is complete; it is none (pitfall 1.5)."""
+    routed = Routed(answer(kind))
+    exchange = await exchange_for(at={"end": DISCONNECT}).run(routed.app)
+    assert exchange.finished_cleanly
+    routed.assert_released(exchange)
+
+
+async def test_endless_answer_without_a_pause(kind: Kind) -> None:
+    """A worker whose bytes never have to be waited for doesn't starve the watcher (pitfall 1.8)."""
+    routed = Routed(answer(kind))
+    chunks = 0
+
+    class Endless(httpx.AsyncByteStream):
+        def __aiter__(self) -> Endless:
+            return self
+
+        async def __anext__(self) -> bytes:
+            nonlocal chunks
+            chunks += 1
+            return b"data: x\n\n"
+
+    class Transport(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Endless())
+
+    routed.router._transport = Transport()
+    exchange = await exchange_for(at={3: DISCONNECT}, send_suspends=False).run(routed.app)
+    assert 3 <= chunks < 1000
+    routed.assert_released(exchange)
+
+
+# --- send and receive raise ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["start", 1, "end"])
+async def test_send_raises_oserror(kind: Kind, moment: str | int) -> None:
+    """An OSError out of `send` is a disconnect (ASGI 2.4), even if `receive` never tells."""
+    routed = Routed(answer(kind))
+    exchange = await exchange_for(at={moment: OSError("gone")}, server="hypercorn").run(routed.app)
+    assert not exchange.complete
+    routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("moment", ["start", 1, "end"])
+async def test_send_raises_anything_else(kind: Kind, moment: str | int) -> None:
+    """Another exception is the host's: it comes out bare, not in a group, and the lease is released."""
+    routed = Routed(answer(kind))
+    exchange = exchange_for(at={moment: LookupError("odd")})
+    with pytest.raises(LookupError, match="odd"):
+        await exchange.run(routed.app)
+
+    routed.assert_released(exchange)
+
+
+async def test_receive_raises(kind: Kind) -> None:
+    """A `receive` that breaks will never tell of a disconnect, so the request ends."""
+    routed = Routed(replace(answer(kind), head=[HANG]))
+    exchange = exchange_for()
+    inner_receive = exchange.receive
+
+    async def receive() -> object:
+        message = await inner_receive()
+        if message["type"] == "http.disconnect":
+            raise LookupError("broken")
+        return message
+
+    exchange.receive = receive  # type: ignore[assignment,method-assign]
+    async with exchange.running(routed.app):
+        await routed.worker.received(1)
+        exchange.disconnect()
+
+    routed.assert_released(exchange)
+
+
+# --- cancellation by a scope -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["connect", "head", "first byte", "mid", "send"])
+async def test_scope_cancellation(kind: Kind, phase: str) -> None:
+    """A host that cancels the request's scope gets the lease back at once."""
+    script = {
+        "connect": replace(answer(kind), connect=[HANG]),
+        "head": replace(answer(kind), head=[HANG]),
+        "first byte": interrupted(kind, HANG, after=0),
+        "mid": interrupted(kind, HANG),
+        "send": answer(kind),
+    }[phase]
+    routed = Routed(script)
+    exchange = exchange_for(at={1: HANG} if phase == "send" else {})
+    async with exchange.running(routed.app):
+        if phase == "mid":
+            await exchange.body_at_least(1)
+        elif phase == "send":
+            await exchange.hung()
+        else:
+            await routed.worker.changes.until(
+                lambda: routed.worker.connects == 1 and (phase == "connect" or bool(routed.worker.calls))
+            )
+        assert routed.counters[0][0] == 1
+        exchange.cancel()
+
+    assert exchange.cancelled
+    routed.assert_released(exchange)
+
+
+# --- no worker -----------------------------------------------------------------------------------------------
+
+
+async def test_no_worker(kind: Kind) -> None:
+    """Without a worker: 503, and when to come back (F-23)."""
+    routed = Routed(answer(kind))
+    routed.router.workers.remove(WORKER)
+    exchange = await exchange_for().run(routed.app)
+    assert error_of(exchange) == (503, "no_worker_available")
+    assert exchange.header("retry-after") == [b"1"]
+    routed.assert_released(exchange)
