@@ -62,6 +62,7 @@ class RouterMiddleware:
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open the router when the app has started; drain it before the app stops, close it after."""
         router = self.router
+        opened = False
 
         async def receive_and_drain() -> Message:
             message = await receive()
@@ -72,14 +73,21 @@ class RouterMiddleware:
             return message
 
         async def send_and_open(message: Message) -> None:
+            nonlocal opened
             if message["type"] == "lifespan.startup.complete":
+                opened = True
                 await router.__aenter__()
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
+                opened = False
                 await router.aclose()
             await send(message)
 
-        # An app without lifespan raises here, and servers then go on without it; so does the router.
-        await self.app(scope, receive_and_drain, send_and_open)
+        try:
+            # An app without lifespan raises here, and servers then go on without it; so does the router.
+            await self.app(scope, receive_and_drain, send_and_open)
+        finally:
+            if opened:  # the app ended without a word
+                await router.aclose()
 
 
 def route_path(scope: Scope) -> str:
