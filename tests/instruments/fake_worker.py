@@ -44,7 +44,7 @@ class Script:
     status: int = 200
     headers: Sequence[tuple[str, str]] = (("content-type", "text/event-stream"),)
     connect: Sequence[Pause] = ()
-    head: Sequence[Pause] = ()
+    head: Iterable[Pause] = ()
     body: Iterable[Step] = (b"data: one\n\n", b"data: two\n\n", b"data: [DONE]\n\n")
     close: Sequence[Pause] = ()
 
