@@ -92,10 +92,21 @@ def demonstrate(listener: socket.socket, count: int, *, simulated: bool) -> None
         if not key:
             say("EXAMPLE_API_KEYS is not set: everyone on this machine is let in without a key.")
         url = f"http://{HOST}:{listener.getsockname()[1]}"
-        say(INTRODUCTION.format(url=url, key=key))
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
+        Server(config, INTRODUCTION.format(url=url, key=key)).run(sockets=[listener])
 
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS))
-        server.run(sockets=[listener])
+
+class Server(uvicorn.Server):
+    """A uvicorn that says `introduction` when it is ready, and not a moment earlier."""
+
+    def __init__(self, config: uvicorn.Config, introduction: str) -> None:
+        super().__init__(config)
+        self._introduction = introduction
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            say(self._introduction)
 
 
 def worker_command(*, simulated: bool) -> list[str]:

@@ -20,7 +20,7 @@ has_env() {
 
 # What an installation depends on: where the checkout is, what it declares, what was asked for.
 env_stamp() {
-    echo "$root $(cksum <"$root/pyproject.toml") $*"
+    echo "$root $(cat "$root/pyproject.toml" "$root/tests/requirements.txt" | cksum) $*"
 }
 
 # ensure_env NAME PIP_ARGS...: make .venv when it is missing, and `pip install PIP_ARGS` into it once.
@@ -44,11 +44,20 @@ ensure_env() {
     stamp=$(env_stamp "$@")
     stamp_file=$root/.venv/installed-$1
     shift
-    if ! (cd "$root" && .venv/bin/python -m pip install --disable-pip-version-check "$@") >"$root/.venv/pip.log" 2>&1
+    if ! (cd "$root" && .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@") >"$root/.venv/pip.log" 2>&1
     then
         tail -n 20 "$root/.venv/pip.log" >&2
         echo "pip could not install this. All of its output: $root/.venv/pip.log" >&2
         return 1
     fi
     echo "$stamp" >"$stamp_file"
+}
+
+# What tests, checks and mutants run in. Where llama.cpp does not install, simulated workers are tested.
+ensure_test_env() {
+    if ! has_env simulated-test -e . -r tests/requirements.txt && ! ensure_env test -e '.[demo]' -r tests/requirements.txt
+    then
+        echo "llama.cpp does not install here: trying without it, for simulated workers." >&2
+        ensure_env simulated-test -e . -r tests/requirements.txt
+    fi
 }

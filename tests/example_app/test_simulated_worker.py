@@ -44,15 +44,22 @@ def test_two_workers_share_nothing(http: TestClient) -> None:
 
 
 def test_the_cache_forgets_the_least_recently_used() -> None:
-    """A full cache drops old entries, and of the oldest prompt its tail ahead of its start."""
+    """A full cache drops what was not used for longest: another prompt, and of that one the tail."""
     cache = PrefixCache(capacity=6)
-    cache.read(["a", "b", "c"])
-    cache.read(["x", "y", "z"])
-    cache.read(["x", "y", "z"])
-    cache.read(["p", "q"])
+    for prompt in ("a b c", "x y z", "a b c", "p q"):
+        cache.read(prompt.split())
 
-    assert cache.read(["x", "y", "z", "!"]) == 3
-    assert cache.read(["a", "b", "c"]) <= 1
+    assert cache.read(["a", "b", "c", "!"]) == 3
+    assert cache.read(["x", "y", "z", "!"]) == 0
+
+
+def test_a_prompt_is_forgotten_from_its_end() -> None:
+    """What is left of a prompt that is being dropped is its start, the only part that is still of use."""
+    cache = PrefixCache(capacity=4)
+    for prompt in ("a b c", "x y"):
+        cache.read(prompt.split())
+
+    assert cache.read(["a", "b", "c", "!"]) == 2
 
 
 @pytest.mark.parametrize(
