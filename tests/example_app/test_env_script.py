@@ -26,6 +26,8 @@ def checkout(tmp_path: Path) -> Path:
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
     (tmp_path / "pyproject.toml").write_text("version 1")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "requirements.txt").write_text("pytest")
     return tmp_path
 
 
@@ -57,14 +59,16 @@ def test_it_installs_once(checkout: Path) -> None:
 
 
 def test_it_installs_again_when_something_changed(checkout: Path) -> None:
-    """Other arguments, another name or a changed pyproject.toml are installed anew."""
+    """Other arguments, another name, a changed pyproject.toml or requirements are installed anew."""
     shell(checkout, "ensure_env demo -e .")
     shell(checkout, "ensure_env demo -e . more")
     shell(checkout, "ensure_env test -e . more")
     (checkout / "pyproject.toml").write_text("version 2")
     shell(checkout, "ensure_env test -e . more")
+    (checkout / "tests" / "requirements.txt").write_text("pytest httpx")
+    shell(checkout, "ensure_env test -e . more")
 
-    assert installs(checkout) == 4
+    assert installs(checkout) == 5
 
 
 def test_a_failed_installation_is_told_and_tried_again(checkout: Path) -> None:
