@@ -1,0 +1,317 @@
+"""Owns the proof that each setting is read as documented and refuses what is outside its range."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from pydantic import ValidationError
+
+from asgi_router import settings as settings_module
+from asgi_router.settings import POLICIES, RouterSettings, SettingsError
+from asgi_router.worker import Worker
+
+DEFAULTS: dict[str, object] = {
+    "mode": "mixed",
+    "workers": (),
+    "policy": "prefill_cost",
+    "paths": ("/v1/chat/completions", "/v1/completions"),
+    "connect_timeout": 5.0,
+    "first_byte_timeout": None,
+    "idle_timeout": 300.0,
+    "send_timeout": None,
+    "keepalive_expiry": 3.0,
+    "max_body_bytes": 64 * 1024 * 1024,
+    "decision_headers": False,
+    "drain_timeout": 30.0,
+    "retry_attempts": 2,
+    "prefix_block_bytes": 512,
+    "prefix_capacity_tokens": 250_000,
+    "prefix_ttl": 1800.0,
+    "prefill_cost_miss_weight": 2.0,
+    "prefill_cost_batch_offset": 4.0,
+    "cache_aware_hit_weight": 1.0,
+    "cache_aware_load_weight": 1.0,
+    "cache_aware_balance_abs": 16,
+    "cache_aware_balance_rel": 0.5,
+    "waiting_weight": 1.0,
+}
+POSITIVE = ("connect_timeout", "prefix_ttl", "prefill_cost_miss_weight", "prefill_cost_batch_offset")
+OPTIONAL = ("first_byte_timeout", "idle_timeout", "send_timeout")
+NOT_NEGATIVE = (
+    "keepalive_expiry",
+    "drain_timeout",
+    "cache_aware_hit_weight",
+    "cache_aware_load_weight",
+    "waiting_weight",
+)
+FLOATS = (*POSITIVE, *OPTIONAL, *NOT_NEGATIVE, "cache_aware_balance_rel")
+COUNTS = ("retry_attempts", "prefix_capacity_tokens", "cache_aware_balance_abs")
+INTEGERS = (*COUNTS, "max_body_bytes", "prefix_block_bytes")
+
+
+def variable(field: str) -> str:
+    return f"ASGI_ROUTER_{field.upper()}"
+
+
+def from_environment(**texts: str) -> RouterSettings:
+    with mock.patch.dict(os.environ, {variable(field): text for field, text in texts.items()}):
+        return RouterSettings()
+
+
+def refusal(field: str, value: object) -> str:
+    """Return the message of the refusal, after checking that all of it is about this one field."""
+    with pytest.raises(SettingsError) as caught:
+        RouterSettings(**{field: value})
+
+    message = str(caught.value)
+    assert message.startswith(f"{variable(field)}: ")
+    assert all(line.startswith(f"{variable(field)}: ") for line in message.split("\n"))
+    return message
+
+
+# --- Where values come from
+
+
+def test_every_field_has_its_documented_default() -> None:
+    """With nothing set, each field has the default that the documentation gives."""
+    assert RouterSettings().model_dump() == DEFAULTS
+
+
+def test_every_field_is_described() -> None:
+    """Each field says in one line what it is for."""
+    for name, field in RouterSettings.model_fields.items():
+        assert field.description, name
+        assert "\n" not in field.description, name
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "expected"),
+    [
+        ("mode", "mixed", "mixed"),
+        ("mode", " mixed ", "mixed"),
+        ("workers", "http://a:1", (Worker(url="http://a:1"),)),
+        ("policy", "round_robin\n", "round_robin"),
+        ("paths", "/a, /b/c", ("/a", "/b/c")),
+        ("paths", '["/a", "/b,c"]', ("/a", "/b,c")),
+        ("connect_timeout", "0.25", 0.25),
+        ("connect_timeout", " 7 ", 7.0),
+        ("first_byte_timeout", "60", 60.0),
+        ("idle_timeout", "none", None),
+        ("idle_timeout", " NULL ", None),
+        ("send_timeout", "None", None),
+        ("send_timeout", "1e3", 1000.0),
+        ("keepalive_expiry", "0", 0.0),
+        ("max_body_bytes", "1", 1),
+        ("decision_headers", "true", True),
+        ("decision_headers", "0", False),
+        ("drain_timeout", "0", 0.0),
+        ("retry_attempts", "0", 0),
+        ("prefix_block_bytes", "64", 64),
+        ("prefix_block_bytes", "65536", 65536),
+        ("prefix_capacity_tokens", "0", 0),
+        ("prefix_ttl", "0.5", 0.5),
+        ("prefill_cost_miss_weight", "3", 3.0),
+        ("prefill_cost_batch_offset", "0.1", 0.1),
+        ("cache_aware_hit_weight", "0", 0.0),
+        ("cache_aware_load_weight", "0", 0.0),
+        ("cache_aware_balance_abs", "0", 0),
+        ("cache_aware_balance_rel", "0", 0.0),
+        ("cache_aware_balance_rel", "1", 1.0),
+        ("waiting_weight", "0", 0.0),
+    ],
+)
+def test_environment_sets_a_field(field: str, text: str, expected: object) -> None:
+    """A variable's text becomes the field's value, a zero included: it is a value and not "unset"."""
+    assert getattr(from_environment(**{field: text}), field) == expected
+
+
+@pytest.mark.parametrize("field", DEFAULTS)
+def test_empty_variable_counts_as_unset(field: str) -> None:
+    """An empty variable leaves the default in place."""
+    assert getattr(from_environment(**{field: ""}), field) == DEFAULTS[field]
+
+
+def test_names_of_variables_have_no_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable is found in whatever case it is written."""
+    monkeypatch.setenv("asgi_router_Policy", "random")
+    assert RouterSettings().policy == "random"
+
+
+def test_keyword_wins_over_environment() -> None:
+    """A keyword argument is used in place of its variable, even of one that would be refused."""
+    with mock.patch.dict(os.environ, {"ASGI_ROUTER_POLICY": "nonsense", "ASGI_ROUTER_RETRY_ATTEMPTS": "7"}):
+        settings = RouterSettings(policy="random")
+
+    assert (settings.policy, settings.retry_attempts) == ("random", 7)
+
+
+def test_dotenv_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `.env` file in the working directory has no effect."""
+    (tmp_path / ".env").write_text("ASGI_ROUTER_POLICY=random\n")
+    monkeypatch.chdir(tmp_path)
+    assert RouterSettings().policy == "prefill_cost"
+
+
+def test_import_reads_nothing() -> None:
+    """Importing the module succeeds in an environment in which settings can't be made."""
+    code = """if True:
+        import asgi_router.settings as settings
+        try:
+            settings.RouterSettings()
+        except settings.SettingsError:
+            print("refused")
+    """
+    environment = {**os.environ, "ASGI_ROUTER_POLICY": "nonsense"}
+    root = Path(settings_module.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "refused"), done.stderr
+
+
+def test_values_cannot_be_changed() -> None:
+    """Assigning to a field fails and leaves the value as it was."""
+    settings = RouterSettings()
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.policy = "random"
+
+    assert settings.policy == "prefill_cost"
+
+
+def test_copies_are_equal_and_do_not_read_the_environment() -> None:
+    """Pickled and copied settings equal the first ones, though the environment has become unusable."""
+    settings = RouterSettings(workers=["http://a:1"], idle_timeout=None)
+    with mock.patch.dict(os.environ, {"ASGI_ROUTER_POLICY": "nonsense"}):
+        copies = [pickle.loads(pickle.dumps(settings)), copy.copy(settings), copy.deepcopy(settings)]
+
+    assert copies == [settings] * 3
+    assert "http://a:1" in repr(copies[0])
+
+
+# --- Names
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_known_policies_are_accepted(policy: str) -> None:
+    """Every policy of this version can be chosen by its name."""
+    assert RouterSettings(policy=policy).policy == policy
+
+
+def test_unknown_policy_is_refused_with_a_suggestion() -> None:
+    """An unknown policy is answered with the known ones and the nearest of them."""
+    message = refusal("policy", "Round-Robin")
+    assert "'Round-Robin'" in message
+    assert all(policy in message for policy in POLICIES)
+    assert message.endswith("did you mean round_robin?")
+
+
+@pytest.mark.parametrize("policy", ["remote_cache_aware", "fd_remote_metrics_score"])
+def test_policies_of_later_versions_are_refused(policy: str) -> None:
+    """A policy that FastDeploy has and this version hasn't is called so, not unknown."""
+    message = refusal("policy", policy)
+    assert f"{policy}: this policy is not in this version" in message
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "splitwise"])
+def test_disaggregated_mode_is_refused(mode: str) -> None:
+    """Both names of disaggregated mode are refused as not in this version."""
+    assert "disaggregated mode is not in this version" in refusal("mode", mode)
+
+
+@pytest.mark.parametrize("mode", ["mix", "Mixed", " ", None, 0])
+def test_unknown_mode_is_refused(mode: object) -> None:
+    """Any other mode is refused."""
+    message = refusal("mode", mode)
+    assert "known: mixed" in message or "valid string" in message
+
+
+@pytest.mark.parametrize("path", ["", "a", "/", "/a/", "/a?b", "/a#b", "/a b", "/a\n", "/a\x00", "http://a/b"])
+def test_bad_path_is_refused(path: str) -> None:
+    """A path that no request could have, or that has more than a path in it, is refused."""
+    message = refusal("paths", ["/fine", path])
+    assert "item 2: " in message
+    assert "item 1: " not in message
+
+
+@pytest.mark.parametrize("paths", [[], (), "", " ", ",", "[]"])
+def test_no_paths_at_all_are_refused(paths: object) -> None:
+    """A router without paths would do nothing."""
+    assert "at least 1" in refusal("paths", paths)
+
+
+def test_path_that_is_no_text_is_refused() -> None:
+    """A JSON list of paths holds text only."""
+    assert "item 1: must be a valid string, not 5" in refusal("paths", "[5]")
+
+
+# --- Numbers
+
+
+@pytest.mark.parametrize("field", [*FLOATS, *INTEGERS])
+@pytest.mark.parametrize(
+    "value", [-1, "-0.001", "nan", "inf", "-inf", float("nan"), float("inf"), True, False, "five", "1s", " ", [1]]
+)
+def test_what_is_no_number_is_refused(field: str, value: object) -> None:
+    """Negative, endless and undefined numbers, booleans and other text are refused by every numeric field."""
+    message = refusal(field, value)
+    assert isinstance(value, list) or str(value).strip() in message
+
+
+@pytest.mark.parametrize("field", [*POSITIVE, *OPTIONAL, "max_body_bytes"])
+@pytest.mark.parametrize("zero", [0, "0", 0.0])
+def test_zero_is_refused_where_it_makes_no_sense(field: str, zero: object) -> None:
+    """Zero isn't a way to write "none"."""
+    assert "greater than 0" in refusal(field, zero)
+
+
+@pytest.mark.parametrize("field", [*NOT_NEGATIVE, *COUNTS])
+def test_zero_is_accepted_where_it_disables(field: str) -> None:
+    """Zero switches a weight, a wait or a memory off (F-53)."""
+    assert getattr(RouterSettings(**{field: 0}), field) == 0
+
+
+@pytest.mark.parametrize("field", OPTIONAL)
+@pytest.mark.parametrize("value", [None, "none", "NULL"])
+def test_optional_timeouts_can_be_none(field: str, value: object) -> None:
+    """A time-out that may be missing takes None, and its name as text."""
+    assert getattr(RouterSettings(**{field: value}), field) is None
+
+
+@pytest.mark.parametrize("field", sorted(set(DEFAULTS) - set(OPTIONAL) - {"workers", "paths", "mode", "policy"}))
+@pytest.mark.parametrize("value", [None, "none"])
+def test_other_numbers_cannot_be_none(field: str, value: object) -> None:
+    """No other number or switch can be missing; connecting in particular always has a limit."""
+    assert f"not {value!r}" in refusal(field, value) or "Unable to parse" in refusal(field, value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prefix_block_bytes", 63),
+        ("prefix_block_bytes", 65537),
+        ("cache_aware_balance_rel", 1.01),
+        ("retry_attempts", 1.5),
+        ("decision_headers", "maybe"),
+        ("decision_headers", 2),
+    ],
+)
+def test_value_outside_its_range_is_refused_and_shown(field: str, value: object) -> None:
+    """A simple value that is out of range is repeated in the message."""
+    assert f"not {value!r}" in refusal(field, value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("connect_timeout", 10**400), ("retry_attempts", -(10**5000)), ("retry_attempts", "1" * 5000)],
+    ids=["float", "int", "text"],
+)
+def test_numbers_beyond_measure_are_refused(field: str, value: object) -> None:
+    """A number too big to convert or to print is refused like any other, and isn't repeated."""
+    assert len(refusal(field, value)) < 120
