@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 from asgi_router.errors import InvalidRequest
-from asgi_router.prefix_key import BYTES_PER_TOKEN, chat_key, prompt_key
+from asgi_router.prefix_key import chat_key, prompt_key, text_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionReq
         InvalidRequest: the body is not a JSON object, or is nested more deeply than the interpreter can read.
     """
     if content_encoding.strip().lower() not in ("", "identity"):
-        return CompletionRequest("", False, "", _tokens(len(body)), "", b"")
+        return CompletionRequest("", False, "", text_tokens(len(body)), "", b"")
 
     try:
         fields = json.loads(body)
@@ -64,28 +64,23 @@ def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionReq
 def _read(fields: dict[str, object], path: str) -> CompletionRequest:
     model = fields.get("model")
     messages = fields.get("messages")
-    prompt = fields.get("prompt")
 
     is_chat = path.endswith("/chat/completions") or (not path.endswith("/completions") and isinstance(messages, list))
     if is_chat:
         pieces = _chat_pieces(messages)
         key = chat_key(fields)
     else:
-        pieces = _prompt_pieces(prompt)
-        key = prompt_key(prompt)
+        pieces = _prompt_pieces(fields.get("prompt"))
+        key = prompt_key(fields)
 
     return CompletionRequest(
         model=model if isinstance(model, str) else "",
         stream=fields.get("stream") is True,
         session_id=_session_id(fields),
-        prompt_tokens=_tokens(len(key.key)) + key.media_tokens,
+        prompt_tokens=key.tokens,
         message=" ".join(stripped for piece in pieces if (stripped := piece.strip())),
         prefix_key=key.key,
     )
-
-
-def _tokens(size: int) -> int:
-    return max(1, -(-size // BYTES_PER_TOKEN))
 
 
 def _session_id(fields: dict[str, object]) -> str:

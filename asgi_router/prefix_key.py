@@ -1,13 +1,14 @@
 """Owns the prefix key: the bytes that stand for a prompt as the worker's chat template sees it.
 
 Two prompts whose keys are equal up to some byte share what the worker can have in its KV cache up to about
-there. So the key holds, in the order in which templates print them: what separates caches (model, salt),
-tools and other template input, then every message with its role, name, content and tool calls. A text part
-equals the same plain string. Images and other media are represented by a digest.
+there. So the key holds, in the order in which templates print them: what separates caches (a salt, say; models
+are kept apart elsewhere), tools and other template input, then every message with its role, name, content,
+reasoning and tool calls. A text part equals the same plain string. Images and other media are represented by a
+digest.
 
 Fields are framed by 0xFE and 0xFF, bytes that UTF-8 never contains, so that no text can imitate a frame.
-Token ids are packed in four bytes each: text takes about four bytes a token too, and so one figure, the
-length in bytes divided by `BYTES_PER_TOKEN`, estimates the tokens of both.
+Token ids are packed in four bytes each: text takes about four bytes a token too, and so one figure,
+`BYTES_PER_TOKEN`, turns a length of matched bytes into tokens for both.
 """
 
 from __future__ import annotations
@@ -24,11 +25,20 @@ BYTES_PER_TOKEN = 4
 MEDIA_TOKENS = 576
 """Tokens counted for one image: the 24 x 24 patches of LLaVA-1.5 (arXiv:2310.03744). Models differ widely."""
 
+MAX_KEY_BYTES = 4 * 1024 * 1024
+"""Messages and prompts of a batch that begin behind this many bytes, about a million tokens, are passed over.
+
+No worker holds that much for one prompt, and it bounds how long a body of many tiny messages stops the loop.
+"""
+
 _FIELD = b"\xfe"
 _RECORD = b"\xff"
 _TOKEN_IDS = b"\xfei"
+_UNKNOWN = b"\xfe?"
 _BATCH_BREAK = 0xFFFFFFFF  # between the prompts of a batch of token-id prompts; no vocabulary is that large
 
+# By these vLLM and SGLang keep apart what would otherwise share a cache.
+_CACHE_SPACE = ("cache_salt", "extra_key", "lora_path")
 # Request fields that templates print before the first message.
 _TEMPLATE_INPUT = (
     "tools",
@@ -38,106 +48,157 @@ _TEMPLATE_INPUT = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-_MESSAGE_INPUT = ("tool_calls", "function_call", "tool_call_id")
+_MESSAGE_INPUT = ("reasoning_content", "reasoning", "tool_calls", "function_call", "tool_call_id")
+_TEXT_PARTS = ("text", "refusal", "thinking")
+
+# Keys stay in the client's order, the order in which templates print them. What was parsed has no circles.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
 
 class PrefixKey(NamedTuple):
-    """The bytes of a prompt, and the tokens of its media, which those bytes do not show."""
+    """The bytes of a prompt, and its estimated tokens: those of its media don't show in the bytes."""
 
     key: bytes
-    media_tokens: int
+    tokens: int
+
+
+def text_tokens(size: int) -> int:
+    """Return the estimated tokens, at least 1, of `size` bytes of text."""
+    return max(1, -(-size // BYTES_PER_TOKEN))
 
 
 def chat_key(fields: dict[str, object]) -> PrefixKey:
     """Return the key of a chat completion request, given its JSON object."""
-    out = [_RECORD + name.encode() + _FIELD + _json(fields[name]) for name in _TEMPLATE_INPUT if fields.get(name)]
-    media_tokens = 0
+    space = _named_fields(fields, _CACHE_SPACE)
+    out = bytearray(space + _named_fields(fields, _TEMPLATE_INPUT))
+    media = 0
     messages = fields.get("messages")
     for message in messages if isinstance(messages, list) else ():
-        if not isinstance(message, dict):
-            out += (_RECORD, _json(message))
-            continue
+        if len(out) > MAX_KEY_BYTES:
+            break
 
-        out += (_RECORD, _scalar(message.get("role")), _FIELD, _scalar(message.get("name")), _FIELD)
-        media_tokens += _add_content(out, message.get("content"))
-        out += (_FIELD + name.encode() + _FIELD + _json(message[name]) for name in _MESSAGE_INPUT if message.get(name))
+        media += _add_message(out, message)
 
-    return PrefixKey(b"".join(out), media_tokens)
+    return PrefixKey(bytes(out), text_tokens(len(out) - len(space)) + media * MEDIA_TOKENS)
 
 
-def prompt_key(prompt: object) -> PrefixKey:
-    """Return the key of a `prompt`: text, token ids, or a batch of either.
+def prompt_key(fields: dict[str, object]) -> PrefixKey:
+    """Return the key of a completion request, given its JSON object: text, token ids, or a batch of either.
 
     A batch of one equals its only prompt. A batch of texts begins like its first prompt, whose prefix is what
-    a worker would find in its cache. Token ids never equal any text.
+    a worker would find in its cache. Token ids never equal any text, and are counted exactly.
     """
+    space = _named_fields(fields, _CACHE_SPACE)
+    prompt = fields.get("prompt")
     if isinstance(prompt, str):
-        return PrefixKey(_text(prompt), 0)
+        prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        return PrefixKey(b"", 0)
+        return PrefixKey(b"", 1)
+
     if all(isinstance(item, str) for item in prompt):
-        return PrefixKey(_RECORD.join(map(_text, prompt)), 0)
+        texts = _join_texts(cast("list[str]", prompt))
+        return PrefixKey(space + texts, text_tokens(len(texts)))
+    if (packed := _pack_token_ids(prompt)) is not None:
+        return PrefixKey(space + _TOKEN_IDS + packed.key, packed.tokens)
 
-    packed = _pack_token_ids(prompt)
-    return PrefixKey(_TOKEN_IDS + _RECORD + _json(prompt) if packed is None else _TOKEN_IDS + packed, 0)
+    unknown = _json(prompt)
+    return PrefixKey(space + _UNKNOWN + unknown, text_tokens(len(unknown)))
 
 
-def _pack_token_ids(prompt: list[object]) -> bytes | None:
+def _named_fields(fields: dict[str, object], names: tuple[str, ...]) -> bytes:
+    return b"".join(_RECORD + name.encode() + _FIELD + _json(fields[name]) for name in names if fields.get(name))
+
+
+def _join_texts(texts: list[str]) -> bytes:
+    out = bytearray()
+    for index, text in enumerate(texts):
+        if len(out) > MAX_KEY_BYTES:
+            break
+
+        if index:
+            out += _RECORD
+        out += _text(text)
+
+    return bytes(out)
+
+
+def _pack_token_ids(prompt: list[object]) -> PrefixKey | None:
     """Return the ids of `[1, 2]` or `[[1, 2], [3]]` in four bytes each, or None if that is not what it is."""
-    ids: list[object] = []
-    for index, item in enumerate(prompt):
-        if isinstance(item, list):
-            if index:
-                ids.append(_BATCH_BREAK)
-            ids += item
-        else:
-            ids.append(item)
-
+    batch = prompt if all(isinstance(item, list) for item in prompt) else [prompt]
+    packed = array.array("I")
     try:
-        # array() refuses what is no integer, and what does not fit. It takes booleans, which do no harm here.
-        packed = array.array("I", cast("list[int]", ids))
+        for index, ids in enumerate(cast("list[list[int]]", batch)):
+            if index:
+                packed.append(_BATCH_BREAK)
+            # array refuses what is no integer, and what does not fit. It takes booleans, which do no harm here.
+            packed.extend(ids)
     except (TypeError, OverflowError):
         return None
 
+    tokens = max(1, len(packed) - (len(batch) - 1))
     if sys.byteorder == "big":  # a key is the same on every machine
         packed.byteswap()
-    return packed.tobytes()
+    return PrefixKey(packed.tobytes(), tokens)
 
 
-def _add_content(out: list[bytes], content: object) -> int:
-    """Append a message's content to `out`; return the tokens of its media.
+def _add_message(out: bytearray, message: object) -> int:
+    """Append a message to `out`; return how many media it holds."""
+    out += _RECORD
+    if not isinstance(message, dict):
+        out += _json(message)
+        return 0
+
+    out += _scalar(message.get("role")) + _FIELD + _scalar(message.get("name")) + _FIELD
+    media = _add_content(out, message.get("content"))
+    for name in _MESSAGE_INPUT:
+        if value := message.get(name):
+            out += _FIELD + name.encode() + _FIELD + _scalar(value)
+
+    return media
+
+
+def _add_content(out: bytearray, content: object) -> int:
+    """Append a message's content to `out`; return how many media it holds.
 
     Several text parts are joined by a line break, as vLLM and llama.cpp do for templates that expect a string.
     """
     if not isinstance(content, list):
-        out.append(_scalar(content))
+        out += _scalar(content)
         return 0
 
-    media_tokens = 0
+    media = 0
     for index, part in enumerate(content):
+        if len(out) > MAX_KEY_BYTES:
+            break
+
         if index:
-            out.append(b"\n")
-        if isinstance(part, str):
-            out.append(_text(part))
-        elif isinstance(part, dict) and isinstance(text := part.get("text"), str):
-            out.append(_text(text))
+            out += b"\n"
+        if not isinstance(part, dict):
+            out += _scalar(part)
+            continue
+
+        # {"type": "text", "text": ...}, {"type": "image_url", "image_url": ...}; {"type": "input_text", "text": ...}
+        kind = part.get("type")
+        name = kind if isinstance(kind, str) and kind in part else "text"
+        value = part.get(name)
+        if isinstance(value, str) and name in _TEXT_PARTS:
+            out += _text(value)
         else:
-            out.append(_FIELD + _media_digest(part) + _FIELD)
-            media_tokens += MEDIA_TOKENS
+            out += _FIELD + _media_digest(part, name, value) + _FIELD
+            media += 1
 
-    return media_tokens
+    return media
 
 
-def _media_digest(part: object) -> bytes:
+def _media_digest(part: dict[str, object], kind: str, value: object) -> bytes:
     """Return 16 bytes that stand for an image, a sound or whatever else a content part holds."""
-    payload: object = part
-    if isinstance(part, dict):
-        payload = part.get(str(part.get("type")), part)
-        if isinstance(payload, dict):  # {"url": ...} of images, {"data": ...} of sound
-            payload = payload.get("url") or payload.get("data") or payload
-
-    data = _text(payload) if isinstance(payload, str) else _json(payload)
-    return hashlib.blake2b(data, digest_size=16).digest()
+    if isinstance(value, dict):  # {"url": ...} of images, {"data": ...} of sound
+        value = value.get("url") or value.get("data")
+    # Where that says nothing (vLLM takes a `uuid` in place of the image), the whole part has to.
+    data = _text(value) if isinstance(value, str) and value else _FIELD + _json(part)
+    digest = hashlib.blake2b(_text(kind) + _FIELD, digest_size=16)
+    digest.update(data)
+    return digest.digest()
 
 
 def _scalar(value: object) -> bytes:
@@ -153,5 +214,4 @@ def _text(text: str) -> bytes:
 
 
 def _json(value: object) -> bytes:
-    # ASCII with escapes. Keys stay in the client's order, the order in which templates print them.
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return _text(_ENCODER.encode(value))
