@@ -33,17 +33,8 @@ _REQUEST_DROPS = _HOP_BY_HOP | {b"content-length", b"expect", b"host"}
 
 # The server in front of us adds `date` and `server`. Which origins may read an answer is the host app's say.
 # `x-router-*` is what we tell, and no worker.
-_RESPONSE_DROPS = _HOP_BY_HOP | {
-    b"access-control-allow-credentials",
-    b"access-control-allow-headers",
-    b"access-control-allow-methods",
-    b"access-control-allow-origin",
-    b"access-control-expose-headers",
-    b"access-control-max-age",
-    b"date",
-    b"server",
-    b"x-router-worker",
-}
+_RESPONSE_DROPS = _HOP_BY_HOP | {b"date", b"server"}
+_RESPONSE_DROP_PREFIXES = (b"access-control-", b"x-router-")
 
 # A `Connection` header must not be able to strip these from a message.
 _NEVER_CONNECTION_LISTED = frozenset((b"authorization", b"content-encoding", b"content-length", b"content-type"))
@@ -70,7 +61,7 @@ def request_headers(scope: Scope) -> RawHeaders:
 
     if cookies:  # HTTP/2 clients may split the field, HTTP/1.1 knows only one (RFC 9113, section 8.2.3)
         headers.append((b"cookie", b"; ".join(cookies)))
-    if client := scope.get("client"):
+    if (client := scope.get("client")) and client[0]:  # some servers have no address for a UNIX socket
         hops.append(str(client[0]).encode("latin-1", "replace"))
     if hops:
         headers.append((b"x-forwarded-for", b", ".join(hops)))
@@ -84,9 +75,13 @@ def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
     Event streams are marked as not to be buffered or cached, unless the worker says otherwise: nginx holds
     back what it proxies by default.
     """
-    raw = list(raw)
-    drops = _RESPONSE_DROPS | _connection_listed(raw)
-    headers = [(lower, value) for name, value in raw if (lower := name.lower()) not in drops]
+    lowered = [(name.lower(), value) for name, value in raw]
+    drops = _RESPONSE_DROPS | _connection_listed(lowered)
+    if any(name == b"transfer-encoding" for name, _ in lowered):
+        drops |= {b"content-length"}  # it doesn't count beside the other (RFC 9112, section 6.3)
+    headers = [
+        (name, value) for name, value in lowered if name not in drops and not name.startswith(_RESPONSE_DROP_PREFIXES)
+    ]
     if is_event_stream(headers):
         names = {name for name, _ in headers}
         if b"cache-control" not in names:
@@ -100,7 +95,8 @@ def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
 def is_event_stream(headers: RawHeaders) -> bool:
     """Tell whether lower-case response headers announce server-sent events."""
     return any(
-        name == b"content-type" and value.lower().lstrip().startswith(b"text/event-stream") for name, value in headers
+        name == b"content-type" and value.partition(b";")[0].strip().lower() == b"text/event-stream"
+        for name, value in headers
     )
 
 
