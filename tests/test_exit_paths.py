@@ -20,6 +20,8 @@ from tests.routed import KINDS, OTHER, WORKER, Kind, Routed, answer, completion_
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from starlette.types import Message
+
     from tests.instruments.fake_worker import Script, Step
     from tests.instruments.steps import Pause
 
@@ -392,10 +394,20 @@ async def test_disconnect_while_send_blocks(kind: Kind) -> None:
 
 
 async def test_disconnect_with_the_last_message_is_a_success(kind: Kind) -> None:
-    """Servers report a disconnect once the answer is complete; it is none (pitfall 1.5)."""
+    """Servers report a disconnect once the answer is complete; it is none, and the last `send` may return."""
     routed = Routed(answer(kind))
-    exchange = await exchange_for(at={"end": DISCONNECT}).run(routed.app)
+    exchange = exchange_for(at={"end": DISCONNECT})
+    inner_send = exchange.send
+    returned: list[object] = []
+
+    async def send(message: Message) -> None:
+        await inner_send(message)
+        returned.append(message)
+
+    exchange.send = send  # type: ignore[method-assign]
+    await exchange.run(routed.app)
     assert exchange.finished_cleanly
+    assert returned == exchange.sent
     routed.assert_released(exchange)
 
 

@@ -1,0 +1,1 @@
+"""Deliberate breakages of the package that the test suite must notice: see `__main__.py`."""

@@ -1,0 +1,167 @@
+"""Owns the mutants: each one a fault that a router of this kind has had in public, or could have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+EXITS = ["tests/test_exit_paths.py", "tests/test_native_cancel.py"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file, and the tests that must notice it."""
+
+    name: str
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: list[str] = field(default_factory=lambda: EXITS)
+
+
+MUTANTS = [
+    Mutant(
+        "release-after-close",
+        "the release stands behind the awaited close, in the same block",
+        "router.py",
+        """            # First and without an await: nothing can come between a request's end and its release.
+            exchange.release()
+            self._exchanges.discard(exchange)
+""",
+        """            self._exchanges.discard(exchange)
+            await checkpoint()
+            exchange.release()
+""",
+    ),
+    Mutant(
+        "no-shield",
+        "the close of the worker's response is not shielded",
+        "upstream/relay.py",
+        "anyio.move_on_after(CLOSE_GRACE, shield=True)",
+        "anyio.move_on_after(CLOSE_GRACE)",
+    ),
+    Mutant(
+        "no-close-deadline",
+        "the shield has no deadline",
+        "upstream/relay.py",
+        "anyio.move_on_after(CLOSE_GRACE, shield=True)",
+        "anyio.CancelScope(shield=True)",
+    ),
+    Mutant(
+        "finished-after-last-send",
+        "the answer counts as finished only after its last send",
+        "client.py",
+        """        self.finished = True
+        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
+""",
+        """        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
+        self.finished = True
+""",
+    ),
+    Mutant(
+        "watcher-after-head",
+        "nobody listens for a disconnect until the worker's head is there",
+        "router.py",
+        """            await exchange.client.wait_gone()
+        except Exception as exc:""",
+        """            while not exchange.client.started:
+                await anyio.sleep(0.001)
+            await exchange.client.wait_gone()
+        except Exception as exc:""",
+    ),
+    Mutant(
+        "tokens-not-released",
+        "the seed's fault: requests are released, prefill tokens are not",
+        "scheduling/lease.py",
+        "        self.state.prefill_tokens -= self.prefill_tokens\n",
+        "",
+        ["tests/test_seed_contract.py", "tests/scheduling"],
+    ),
+    Mutant(
+        "release-twice",
+        "a second release takes another request's share",
+        "scheduling/lease.py",
+        "        if self._released:\n            return\n",
+        "",
+    ),
+    Mutant(
+        "empty-message",
+        "the seed's other fault: selection sees nothing of the prompt",
+        "extraction.py",
+        "        key = chat_key(fields)\n",
+        '        key = prompt_key("")\n',
+        ["tests/test_seed_contract.py"],
+    ),
+    Mutant(
+        "lease-stays-on-retry",
+        "the lease on a worker that refused the connection is forgotten",
+        "router.py",
+        """                lease.release()
+                tried.add""",
+        """                tried.add""",
+    ),
+    Mutant(
+        "no-rollback",
+        "a prompt that was never prefilled is recorded as cached",
+        "scheduling/lease.py",
+        "prefilled=self._prefilled",
+        "prefilled=True",
+        ["tests/scheduling"],
+    ),
+    Mutant(
+        "queue-until-the-end",
+        "the first byte doesn't take the request out of the queue",
+        "upstream/relay.py",
+        "            lease.first_byte(prefilled=status < 400)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "truncated-upload",
+        "a client that leaves in its upload has half a prompt sent",
+        "client.py",
+        """            if message["type"] == "http.disconnect":
+                raise ClientGone
+""",
+        "",
+    ),
+    Mutant(
+        "clean-looking-end",
+        "an answer that broke off is ended like a whole one",
+        "client.py",
+        """        await self.write(gap + b"data: " + error.body() + b"\\n\\n")""",
+        """        await self.end(gap + b"data: " + error.body() + b"\\n\\n")""",
+    ),
+    Mutant(
+        "resent-on-reset",
+        "a request is sent again although the worker may have begun",
+        "upstream/transport.py",
+        "if not trace.reused_connection or not _means_closed(exc):",
+        "if False:",
+    ),
+    Mutant(
+        "idle-counts-the-client",
+        "a client that reads slowly counts as a worker that pauses",
+        "upstream/relay.py",
+        """            exchange.allow(send_timeout, gone)
+            await client.write(chunk)
+""",
+        """            await client.write(chunk)
+""",
+    ),
+    Mutant(
+        "no-retry-of-stale",
+        "a keep-alive connection that the worker has just closed fails the request",
+        "upstream/transport.py",
+        "        return self._sent and not self._connected\n",
+        "        return False\n",
+        ["tests/wire/test_pool.py"],
+    ),
+    Mutant(
+        "connection-listed-headers",
+        "headers that Connection lists are passed on",
+        "upstream/headers.py",
+        "    return frozenset(tokens) - _NEVER_CONNECTION_LISTED\n",
+        "    return frozenset()\n",
+        ["tests/upstream/test_headers.py"],
+    ),
+]
