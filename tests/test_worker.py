@@ -25,10 +25,13 @@ from asgi_router.worker import Role, Worker, normalise_url
         ("  http://a:1\n", "http://a:1"),
         ("HTTP://Worker-1.Example:8000", "http://worker-1.example:8000"),
         ("http://a/Base/Path", "http://a/Base/Path"),
-        ("http://a:", "http://a"),
-        ("http://a:080", "http://a:80"),
+        ("http://a:80", "http://a"),
+        ("http://a:0080/", "http://a"),
+        ("https://a:443/base", "https://a/base"),
+        ("https://a:80", "https://a:80"),
         ("http://[::1]:8000", "http://[::1]:8000"),
         ("[FE80::1]:8000", "http://[fe80::1]:8000"),
+        ("[0:0::1]:8000", "http://[::1]:8000"),
         ("http://my_worker:65535", "http://my_worker:65535"),
     ],
 )
@@ -40,46 +43,67 @@ def test_url_has_one_spelling(url: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    "url",
     [
-        ("", "no host"),
-        ("   ", "no host"),
-        ("http://", "no host"),
-        ("http:///path", "no host"),
-        ("http://:8000", "no host"),
-        ("/path", "no host"),
-        ("http://a:0", "no usable port"),
-        ("http://a:65536", "port"),
-        ("http://a:-1", "port"),
-        ("http://a:http", "port"),
-        ("http://a:1:2", "port"),
-        ("::1:8000", "port"),
-        ("http://[::1", "malformed host"),
-        ("http://[zz]:1", "malformed host"),
-        ("ftp://a", "http or https"),
-        ("unix:///run/worker.sock", "http or https"),
-        ("http://a?b=c", "query"),
-        ("http://a/?", "query"),
-        ("http://a#b", "fragment"),
-        ("http://a/#", "fragment"),
-        ("http://a b", "white space"),
-        ("http://a\t:1", "white space"),
-        ("http://a\r\nx:y", "white space"),
-        ("http://a/\x00", "control characters"),
-        ("http://a\\b", "backslashes"),
+        "",
+        "   ",
+        "http://",
+        "http:///path",
+        "http://:8000",
+        "/path",
+        "http://a:0",
+        "http://a:65536",
+        "http://a:-1",
+        "http://a:http",
+        "http://a:1:2",
+        "::1:8000",
+        "http://[::1",
+        "http://[zz]:1",
+        "ftp://a",
+        "unix:///run/worker.sock",
+        "http://a?b=c",
+        "http://a/?",
+        "http://a#b",
+        "http://a/#",
+        "http://a b",
+        "http://a\t:1",
+        "http://a\r\nx:y",
+        "http://a/\x00",
+        "http://a\\b",
+        "http://a:",
+        "http:/a:8000",
+        "http://[::1]x:80",
+        "http://{host}:1",
+        "http://$HOST:1",
+        "http://\uff41",
+        "http://a/\ud800",
+        "http://a/\u00e9",
+        "http://user:8/s@cret",
+        "http://a:99999999",
     ],
 )
-def test_what_is_no_base_url_is_refused(url: str, words: str) -> None:
-    """Whatever can't be the beginning of a request's URL is refused, with the reason."""
+def test_what_is_no_base_url_is_refused(url: str) -> None:
+    """Whatever can't be the beginning of a request's URL is refused, and not repeated."""
     with pytest.raises(ValueError, match="worker URL") as caught:
         Worker(url=url)
 
-    assert words in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert len(url) < 8 or url not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "url",
-    ["http://bob:hunter2@a:1", "bob:hunter2@a", "http://hunter2@a", "http://:hunter2@a", "http://b:hunter2@a:x"],
+    [
+        "http://bob:hunter2@a:1",
+        "bob:hunter2@a",
+        "http://hunter2@a",
+        "http://:hunter2@a",
+        "http://b:hunter2@a:x",
+        "http://u:8?hunter2@host",
+        "http:///u:hunter2@h",
+        "http://user:8/hunter2@host",
+        "http://a?key=hunter2",
+    ],
 )
 def test_user_info_is_refused_and_not_repeated(url: str) -> None:
     """A URL with a user name or password is refused, and neither is in the message."""
