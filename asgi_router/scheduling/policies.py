@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     import random
@@ -168,14 +169,20 @@ class PowerOfTwo:
 
 
 class RoundRobin:
-    """Each worker in turn."""
+    """The worker whose last turn is longest ago; one that has had none comes first.
+
+    A running number modulo the count of workers would be simpler, but the workers that may be chosen differ
+    from request to request: with two models in turns, or retries, some would get no turn at all.
+    """
 
     def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
         self._turn = 0
+        self._last_turns: WeakKeyDictionary[WorkerState, int] = WeakKeyDictionary()
 
     def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
-        worker = workers[self._turn % len(workers)]
+        worker = min(workers, key=lambda worker: self._last_turns.get(worker, 0))
         self._turn += 1
+        self._last_turns[worker] = self._turn
         return worker
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from asgi_router.worker import Worker
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class WorkerState:
     """A worker as one router sees it.
 
