@@ -57,7 +57,7 @@ class Lease:
         Args:
             prefilled: the answer is a success, so the worker now holds the prompt's blocks.
         """
-        if self._waiting and not self._released:
+        if self._waiting:
             self._prefilled = prefilled
             self._stop_waiting()
 

@@ -98,10 +98,9 @@ class PrefixIndex:
     def pin(self, blocks: Sequence[int]) -> int:
         """Record the blocks of a request in flight. Return how many were, from the head on: as many as fit."""
         pinned, unpinned = self._pinned, self._unpinned
-        count = min(len(blocks), self._capacity)
         expired = self._clock() - self._ttl
         known = 0
-        for block in islice(blocks, count):
+        for block in blocks:
             hold = pinned.get(block)
             if hold is not None:
                 pinned[block] = hold + _HOLD
@@ -111,7 +110,7 @@ class PrefixIndex:
                 break
             known += 1
 
-        fresh = min(count - known, self._capacity - len(pinned))
+        fresh = min(len(blocks) - known, self._capacity - len(pinned))
         self._evict(len(self) + fresh - self._capacity)
         for block in islice(blocks, known, known + fresh):
             unpinned.pop(block, None)  # expired, and cut off from its head when that was taken back
