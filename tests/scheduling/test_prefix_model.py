@@ -1,0 +1,178 @@
+"""Compares the prefix index with a naive model of it, over any order of requests, ends, and passing time.
+
+The model forgets an expired block at once and looks every block up; the index is free to be cleverer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from asgi_router.scheduling.prefix_index import PrefixIndex
+from tests.scheduling.builders import TTL, Clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+DEPTH = 5
+
+
+def chain(path: str) -> tuple[int, ...]:
+    """Return a prompt's blocks, one for each digit: the path in binary behind a 1. `block >> 1` comes before."""
+    return tuple(int("1" + path[: end + 1], 2) for end in range(len(path)))
+
+
+paths = st.text("01", min_size=1, max_size=DEPTH)
+LONGEST = [chain(f"{number:0{DEPTH}b}") for number in range(2**DEPTH)]  # every other prompt is the head of one
+
+
+@dataclass
+class Block:
+    """What the model knows of one block."""
+
+    requests: int = 0
+    confirmed: bool = False
+    last_use: int = 0
+    """Whole second in which the last request that had it ended."""
+    turn: int = 0
+    """Position in the order of those ends; breaks ties within a second."""
+
+
+class Model:
+    """The rules of the index in the words of its docstring, one block at a time."""
+
+    def __init__(self, capacity: int, clock: Clock) -> None:
+        self.capacity = capacity
+        self.clock = clock
+        self.turn = 0
+        self.blocks: dict[int, Block] = {}
+
+    def pass_time(self) -> None:
+        """Forget what has expired."""
+        for block, known in list(self.blocks.items()):
+            if not known.requests and self.clock() - known.last_use >= TTL:
+                del self.blocks[block]
+
+    def match(self, blocks: Sequence[int]) -> int:
+        return len(list(takewhile(self.blocks.__contains__, blocks)))
+
+    def pin(self, blocks: Sequence[int]) -> int:
+        for count, block in enumerate(blocks):
+            if block not in self.blocks and not self.make_room():
+                return count
+            self.blocks.setdefault(block, Block()).requests += 1
+
+        return len(blocks)
+
+    def make_room(self) -> bool:
+        """Forget the least recently used block if there is no room; tell whether there is room now."""
+        idle = [block for block, known in self.blocks.items() if not known.requests]
+        if len(self.blocks) >= self.capacity and idle:
+            del self.blocks[min(idle, key=lambda block: self.blocks[block].turn)]
+
+        return len(self.blocks) < self.capacity
+
+    def unpin(self, blocks: Sequence[int], *, prefilled: bool) -> None:
+        for block in reversed(blocks):
+            known = self.blocks[block]
+            known.requests -= 1
+            known.confirmed |= prefilled
+            self.turn += 1
+            known.last_use, known.turn = int(self.clock()), self.turn
+            if not known.requests and not known.confirmed:
+                del self.blocks[block]
+
+    def clear(self) -> None:
+        self.blocks = {block: known for block, known in self.blocks.items() if known.requests}
+        for known in self.blocks.values():
+            known.confirmed = False
+
+
+class PrefixIndexMachine(RuleBasedStateMachine):
+    """Does the same to the index and to the model."""
+
+    in_flight: Bundle[tuple[int, ...]] = Bundle("in_flight")
+
+    @initialize(capacity=st.integers(0, 12))
+    def start(self, capacity: int) -> None:
+        self.clock = Clock()
+        self.index = PrefixIndex(capacity, TTL, self.clock)
+        self.model = Model(capacity, self.clock)
+
+    @rule(path=paths, target=in_flight)
+    def begin(self, path: str) -> tuple[int, ...]:
+        blocks = chain(path)
+        count = self.index.pin(blocks)
+        assert count == self.model.pin(blocks)
+        return blocks[:count]
+
+    @rule(blocks=consumes(in_flight), prefilled=st.booleans())
+    def end(self, blocks: tuple[int, ...], prefilled: bool) -> None:
+        self.index.unpin(blocks, prefilled=prefilled)
+        self.model.unpin(blocks, prefilled=prefilled)
+
+    @rule(path=paths)
+    def fail_at_once(self, path: str) -> None:
+        """A request that fails changes nothing that matches, unless its blocks took the room of others."""
+        blocks = chain(path)
+        room = len(self.index) + len(blocks) <= self.model.capacity
+        before = list(self.matches())
+        count = self.index.pin(blocks)
+        assert count == self.model.pin(blocks)
+        self.index.unpin(blocks[:count], prefilled=False)
+        self.model.unpin(blocks[:count], prefilled=False)
+        assert not room or list(self.matches()) == before
+
+    @rule(seconds=st.sampled_from([0.25, 1, TTL / 2, TTL - 1, TTL, 3 * TTL]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.model.pass_time()
+
+    @rule()
+    def lose_the_cache(self) -> None:
+        self.index.clear()
+        self.model.clear()
+
+    def matches(self) -> Iterator[int]:
+        return (self.index.match(blocks, len(blocks)) for blocks in LONGEST)
+
+    @invariant()
+    def matches_like_the_model(self) -> None:
+        for blocks, held in zip(LONGEST, self.matches(), strict=True):
+            assert held == self.model.match(blocks)
+            for limit in range(DEPTH):
+                assert self.index.match(blocks, limit) == min(held, limit)
+
+    @invariant()
+    def keeps_the_capacity(self) -> None:
+        assert len(self.model.blocks) <= len(self.index) <= self.model.capacity
+
+    @invariant()
+    def counts_what_is_pinned(self) -> None:
+        assert self.index.pinned == sum(1 for known in self.model.blocks.values() if known.requests)
+
+    @invariant()
+    def has_all_blocks_before_a_block(self) -> None:
+        """Rule 1, in the tables themselves. Only a block that has expired may have lost its head."""
+        pinned, unpinned = self.index._pinned, self.index._unpinned
+        assert not pinned.keys() & unpinned.keys()
+        for block in pinned:
+            assert block >> 1 == 1 or block >> 1 in pinned
+        for block, used in unpinned.items():
+            held = block >> 1 == 1 or block >> 1 in pinned or block >> 1 in unpinned
+            assert held or self.clock() - used >= TTL
+
+
+PrefixIndexMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,  # the suite measures no time; pytest-timeout bounds the whole
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)
+TestPrefixIndex = PrefixIndexMachine.TestCase
