@@ -78,16 +78,19 @@ class RawConnection:
             except BlockingIOError:
                 await anyio.wait_writable(self._socket)
 
-    async def fill(self) -> bool:
-        """Wait for more bytes and put them into the buffer; false at the end. Raises `ConnectionResetError`."""
+    async def receive(self) -> bytes:
+        """Wait for the next bytes from the socket; none at the end. Raises `ConnectionResetError`."""
         while True:
             try:
-                data = self._socket.recv(65536)
+                return self._socket.recv(65536)
             except BlockingIOError:
                 await anyio.wait_readable(self._socket)
-            else:
-                self.buffer += data
-                return bool(data)
+
+    async def fill(self) -> bool:
+        """Wait for more bytes and put them into the buffer; false at the end. Raises as `receive`."""
+        data = await self.receive()
+        self.buffer += data
+        return bool(data)
 
     async def read_exactly(self, count: int) -> bytes:
         """The next `count` bytes. Raises `Truncated`."""

@@ -111,7 +111,10 @@ class Connection(RawConnection):
 
     async def _watch(self) -> None:
         try:
-            while await self._read_socket():
+            # The script takes from the buffer meanwhile, so what is new is not what lies behind its old end.
+            while data := await self.receive():
+                self.buffer += data
+                self.received += data
                 self._changes.tell()
             self.client = "closed"
         except ConnectionResetError:
@@ -120,12 +123,6 @@ class Connection(RawConnection):
             return  # our own script closed the socket
         finally:
             self._changes.tell()
-
-    async def _read_socket(self) -> bool:
-        before = len(self.buffer)
-        alive = await super().fill()
-        self.received += self.buffer[before:]
-        return alive
 
 
 class RawServer:

@@ -27,6 +27,16 @@ async def test_a_request_and_its_answer_cross_byte_by_byte() -> None:
         assert (request.header("X-B"), body) == ([b"3"], b"{}")
 
 
+async def test_a_connection_serves_one_request_after_the_other() -> None:
+    """A request that comes after an answer, when the script waits for it already, is read as the first one was."""
+    async with raw_server([REQUEST, OK] * 3) as server, connect(server.host, server.port) as client:
+        for path in ("/long/first", "/2", "/3"):
+            await client.post(b"{}", path=path)
+            assert await client.read_body(await client.read_head()) == b"ok"
+        assert server.connections[0].received.count(b"POST") == 3
+        assert [body for _, body in server.connections[0].requests] == [b"{}"] * 3
+
+
 async def test_chunks_keep_their_boundaries() -> None:
     """Each chunk comes as it was framed, also when it trickles in, and the last one is told apart."""
     gate = anyio.Event()
