@@ -1,0 +1,1 @@
+"""The tests of `asgi_router.upstream`."""
