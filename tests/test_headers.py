@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asgi_router.upstream.headers import header, is_event_stream, request_headers, response_headers
+from asgi_router.headers import header, is_event_stream, request_headers, response_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import Scope
 
-    from asgi_router.upstream.headers import RawHeaders
+    from asgi_router.headers import RawHeaders
 
     Cross = Callable[..., RawHeaders]
 
