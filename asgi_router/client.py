@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asgi_router.errors import AnswerCut, BodyTooLarge, RouterError
-from asgi_router.upstream.headers import is_event_stream
+from asgi_router.headers import is_event_stream
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
-    from asgi_router.upstream.headers import RawHeaders
+    from asgi_router.headers import RawHeaders
 
 _EVENT_ENDS = (b"\n\n", b"\r\r", b"\r\n\r\n")
 

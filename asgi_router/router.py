@@ -16,19 +16,18 @@ from asgi_router.errors import (
     InvalidRequest,
     RouterError,
     ShuttingDown,
-    WorkerError,
     WorkerTimeout,
     WorkerUnreachable,
 )
 from asgi_router.exchange import Exchange
 from asgi_router.extraction import extract
 from asgi_router.fleet.registry import Registry
+from asgi_router.headers import header, request_headers
 from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.stats import RouterStats, WorkerStats
-from asgi_router.upstream.headers import header, request_headers
 from asgi_router.upstream.relay import CLOSE_GRACE, relay
 from asgi_router.upstream.transport import PooledTransport, open_response
 
@@ -166,6 +165,10 @@ class Router:
             await self._answer(exchange, path)
         except RouterError as error:
             exchange.release()
+            # No text of another library's exception: it may quote headers.
+            level = logging.DEBUG if isinstance(error, InvalidRequest) else logging.WARNING
+            url = exchange.lease.state.worker.url if exchange.lease else "no worker"
+            logger.log(level, "%s: %s (%s)", url, error.code, type(error.__cause__).__name__)
             with anyio.move_on_after(self.settings.send_timeout):
                 await (client.cut(error) if client.started else client.fail(error))
 
@@ -174,26 +177,28 @@ class Router:
         if self._draining:
             raise ShuttingDown("The server is shutting down.")
 
-        body = await client.read_body(self.settings.max_body_bytes)
-        request = extract(body, path, header(client.scope["headers"], b"content-encoding"))
+        with exchange.scope:
+            body = await client.read_body(self.settings.max_body_bytes)
+            request = extract(body, path, header(client.scope["headers"], b"content-encoding"))
+            await self._serve_watched(exchange, request, body, path)
+        if exchange.scope.cancelled_caught and exchange.reason is not None:
+            raise exchange.reason
 
+    async def _serve_watched(self, exchange: Exchange, request: CompletionRequest, body: bytes, path: str) -> None:
         # What goes wrong inside is carried out of the task group by hand: a group would wrap it.
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch, exchange)
-            with exchange.scope:
-                try:
-                    # The watcher listens before a worker is chosen. Two turns: trio runs the tasks of one
-                    # turn in random order.
-                    await checkpoint()
-                    await checkpoint()
-                    await self._serve(exchange, request, body, path)
-                except Exception as exc:
-                    failure = exc
+            try:
+                # The watcher listens before a worker is chosen. Two turns: trio runs the tasks of one turn in
+                # random order.
+                await checkpoint()
+                await checkpoint()
+                await self._serve(exchange, request, body, path)
+            except Exception as exc:
+                failure = exc
             tasks.cancel_scope.cancel()
 
-        if exchange.scope.cancelled_caught:
-            failure = exchange.reason
         if failure is not None:
             raise failure
 
@@ -225,16 +230,13 @@ class Router:
                 return
             except WorkerUnreachable:
                 # The worker has seen nothing of the request, so the lease may move on.
-                logger.warning("no connection to worker %s", url)
                 lease.release()
                 tried.add(lease.state)
-                if len(tried) > settings.retry_attempts or not self._scheduler.candidates(
-                    self.workers, request, exclude=tried
-                ):
+                others = self._scheduler.candidates(self.workers, request, exclude=tried)
+                if not others or len(tried) > settings.retry_attempts:
                     raise
-            except WorkerError as exc:
-                logger.warning("worker %s failed: %s (%s)", url, exc.code, type(exc.__cause__).__name__)
-                raise
+
+                logger.warning("%s: no connection, trying another worker", url)
 
     def _upstream_request(self, scope: Scope, worker_url: str, path: str, body: bytes) -> httpx.Request:
         settings = self.settings

@@ -153,6 +153,19 @@ async def test_shutdown_cuts_what_outlives_the_drain_timeout(kind: Kind, begun: 
     routed.assert_released(exchange)
 
 
+async def test_shutdown_cuts_an_upload_that_never_ends() -> None:
+    """A client that is still sending its body doesn't hold up the shutdown for longer than DRAIN_TIMEOUT."""
+    routed = Routed(answer("json"), drain_timeout=0.05)
+    exchange = Exchange(body=[completion_body()[:100], HANG])
+    async with exchange.running(routed.app):
+        while not routed.router.stats().exchanges:
+            await anyio.lowlevel.checkpoint()
+        await routed.router.aclose()
+
+    assert (exchange.status, routed.worker.connects) == (503, 0)
+    routed.assert_released(exchange)
+
+
 async def test_drain_of_an_idle_router_is_immediate() -> None:
     """Nothing in flight, nothing to wait for."""
     routed = Routed(answer("json"), drain_timeout=1000.0)

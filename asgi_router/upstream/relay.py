@@ -9,8 +9,8 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from asgi_router.client import ClientGone
-from asgi_router.errors import WorkerTimeout
-from asgi_router.upstream.headers import header, response_headers
+from asgi_router.errors import WorkerError, WorkerTimeout
+from asgi_router.headers import header, response_headers
 from asgi_router.upstream.transport import worker_error
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import httpx
 
     from asgi_router.exchange import Exchange
+    from asgi_router.headers import RawHeaders
     from asgi_router.scheduling.lease import Lease
-    from asgi_router.upstream.headers import RawHeaders
 
 CLOSE_GRACE = 1.0
 """Seconds that closing a response may take. An unfinished HTTP/1.1 response is closed by dropping its socket."""
@@ -53,13 +53,21 @@ async def relay(
     gone = ClientGone()
     chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
     try:
-        headers = response_headers(response.headers.raw)
         status = response.status_code
+        if not 200 <= status <= 599:
+            # Servers raise over any other, and the client would get no answer at all.
+            raise WorkerError("The worker answered with a status that does not exist.")
+
+        headers = response_headers(response.headers.raw)
+        bodiless = status in (204, 304)
+        if bodiless:
+            # The length of the body that isn't there: forbidden with 204; with 304 uvicorn would wait for it.
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
         length = header(headers, b"content-length")
         missing = int(length) if length.isdigit() else -1
 
         # First byte: the deadline is still the one that was set when the request was sent.
-        chunk = b"" if status in (204, 304) else await _read(chunks)
+        chunk = b"" if bodiless else await _read(chunks)
         if chunk:
             lease.first_byte(prefilled=status < 400)
         exchange.allow(send_timeout, gone)

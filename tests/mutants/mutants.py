@@ -159,9 +159,9 @@ MUTANTS = [
     Mutant(
         "connection-listed-headers",
         "headers that Connection lists are passed on",
-        "upstream/headers.py",
+        "headers.py",
         "    return frozenset(tokens) - _NEVER_CONNECTION_LISTED\n",
         "    return frozenset()\n",
-        ["tests/upstream/test_headers.py"],
+        ["tests/test_headers.py"],
     ),
 ]
