@@ -3,12 +3,12 @@
 A block is known by a hash chained over all that precedes it, so an equal hash means an equal prefix, and a
 flat table of hashes answers the longest match without a tree. The rules:
 
-1. If a block is in the table, so are all the blocks before it. A prompt is recorded from its head on, and when
-   room is needed the least recently used block goes, which is never the head of a chain whose tail stays:
-   tails are put back before heads. So the longest match is found by bisection.
+1. If a block matches, so do all the blocks before it. A prompt is recorded from its head on, and when room is
+   needed the least recently used block goes, which is never the head of a chain whose tail stays: tails are
+   put back before heads. So the longest match is found by bisection.
 2. The blocks of a request in flight are pinned: they match at once, so that the siblings in a burst find them,
-   and they can't be evicted. When the request ends they stay if it was prefilled, or were there before; else
-   they are gone, as if it had never been sent.
+   and they can't be evicted. When the request ends they stay if it was prefilled, or if they were there before
+   (and then count as used); else they are gone.
 3. Pinned and unpinned blocks together never exceed the capacity, and it is kept at insertion: what doesn't
    fit is not recorded, tail first. Nothing sweeps.
 """
@@ -46,30 +46,34 @@ class PrefixIndex:
 
     Args:
         capacity: how many blocks at the most; 0 remembers nothing.
-        ttl: seconds after its last use from which a block no longer matches.
-        clock: monotonic seconds.
+        ttl: seconds after its last use from which a block no longer matches; up to one second less, since only
+            the whole second of a use is kept.
+        clock: monotonic seconds, not negative.
     """
 
-    __slots__ = ("_capacity", "_clock", "_pinned", "_second", "_ttl", "_unpinned")
+    __slots__ = ("_blocks", "_capacity", "_clock", "_pinned", "_second", "_ttl")
 
     def __init__(self, capacity: int, ttl: float, clock: Callable[[], float]) -> None:
         self._capacity = capacity
         self._ttl = ttl
         self._clock = clock
-        self._pinned: dict[int, int] = {}  # hash -> _HOLD x requests in flight, plus _CONFIRMED
-        self._unpinned: dict[int, int] = {}  # hash -> second of last use; least recently used first
+        # hash -> if pinned: _HOLD x requests in flight, plus _CONFIRMED; else: minus the second of its last use.
+        # The unpinned are in the order of their last use; where the pinned stand among them means nothing. (A
+        # table for each would have to have room for all blocks: up to twice the memory.)
+        self._blocks: dict[int, int] = {}
+        self._pinned = 0
         self._second = 0
 
     def __repr__(self) -> str:
-        return f"<PrefixIndex {len(self)} of {self._capacity} blocks, {len(self._pinned)} pinned>"
+        return f"<PrefixIndex {len(self)} of {self._capacity} blocks, {self._pinned} pinned>"
 
     def __len__(self) -> int:
-        return len(self._pinned) + len(self._unpinned)
+        return len(self._blocks)
 
     @property
     def pinned(self) -> int:
         """How many blocks belong to requests in flight."""
-        return len(self._pinned)
+        return self._pinned
 
     def match(self, blocks: Sequence[int], limit: int) -> int:
         """Return how many of the first `limit` blocks are held, counted from the head without a gap."""
@@ -89,60 +93,71 @@ class PrefixIndex:
         return held + 1
 
     def _holds(self, block: int) -> bool:
-        if block in self._pinned:
-            return True
-
-        used = self._unpinned.get(block)
-        return used is not None and self._clock() - used < self._ttl
+        state = self._blocks.get(block)
+        return state is not None and (state > 0 or self._clock() + state < self._ttl)
 
     def pin(self, blocks: Sequence[int]) -> int:
         """Record the blocks of a request in flight. Return how many were, from the head on: as many as fit."""
-        pinned, unpinned = self._pinned, self._unpinned
-        expired = self._clock() - self._ttl
+        table = self._blocks
+        now = self._clock()
         known = 0
         for block in blocks:
-            hold = pinned.get(block)
-            if hold is not None:
-                pinned[block] = hold + _HOLD
-            elif (used := unpinned.pop(block, None)) is not None:
-                pinned[block] = _HOLD | _CONFIRMED if used > expired else _HOLD
-            else:
+            state = table.get(block)
+            if state is None:
                 break
+            if state > 0:
+                table[block] = state + _HOLD
+            else:
+                table[block] = _HOLD | _CONFIRMED if now + state < self._ttl else _HOLD
+                self._pinned += 1
             known += 1
 
-        fresh = min(len(blocks) - known, self._capacity - len(pinned))
-        self._evict(len(self) + fresh - self._capacity)
+        fresh = min(len(blocks) - known, self._capacity - self._pinned)
+        self._evict(len(table) + fresh - self._capacity)
         for block in islice(blocks, known, known + fresh):
-            unpinned.pop(block, None)  # expired, and cut off from its head when that was taken back
-            pinned[block] = _HOLD
+            table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
 
+        self._pinned += fresh
         return known + fresh
 
     def unpin(self, blocks: Sequence[int], *, prefilled: bool) -> None:
         """End a request that `pin` recorded with exactly these blocks; keep them if the worker prefilled them."""
-        pinned, unpinned = self._pinned, self._unpinned
+        table = self._blocks
         confirmed = _CONFIRMED if prefilled else 0
-        second = int(self._clock())
+        second = -int(self._clock())
         if second == self._second:
             second = self._second  # one integer object for all blocks of a second, not one for each
         self._second = second
         for block in reversed(blocks):
-            hold = (pinned[block] - _HOLD) | confirmed
-            if hold >= _HOLD:
-                pinned[block] = hold
+            state = (table[block] - _HOLD) | confirmed
+            if state >= _HOLD:
+                table[block] = state
                 continue
 
-            del pinned[block]
-            if hold & _CONFIRMED:
-                unpinned[block] = second
+            del table[block]
+            self._pinned -= 1
+            if state:
+                table[block] = second  # at the end of the table: used last
 
     def clear(self) -> None:
         """Forget the blocks of ended requests: the worker lost its cache."""
-        self._unpinned.clear()
-        self._pinned = {block: hold & ~_CONFIRMED for block, hold in self._pinned.items()}
+        self._blocks = {block: state & ~_CONFIRMED for block, state in self._blocks.items() if state > 0}
 
     def _evict(self, count: int) -> None:
-        # All victims are collected in one pass: finding the first key of a dict takes a walk over the gaps
-        # that earlier victims left.
-        for block in list(islice(self._unpinned, max(0, count))):
-            del self._unpinned[block]
+        if count <= 0:
+            return
+
+        victims: list[int] = []
+        passed: list[int] = []
+        for block, state in self._blocks.items():
+            if state > 0:
+                passed.append(block)
+            else:
+                victims.append(block)
+                if len(victims) == count:
+                    break
+
+        for block in victims:
+            del self._blocks[block]
+        for block in passed:  # to the end, or every later search would pass them again
+            self._blocks[block] = self._blocks.pop(block)

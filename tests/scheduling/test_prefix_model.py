@@ -158,14 +158,21 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def has_all_blocks_before_a_block(self) -> None:
-        """Rule 1, in the tables themselves. Only a block that has expired may have lost its head."""
-        pinned, unpinned = self.index._pinned, self.index._unpinned
-        assert not pinned.keys() & unpinned.keys()
-        for block in pinned:
-            assert block >> 1 == 1 or block >> 1 in pinned
-        for block, used in unpinned.items():
-            held = block >> 1 == 1 or block >> 1 in pinned or block >> 1 in unpinned
-            assert held or self.clock() - used >= TTL
+        """Rule 1, in the table itself. Only a block that has expired may have lost its head."""
+        table = self.index._blocks
+        pinned = {1} | {block for block, state in table.items() if state > 0}
+        for block, state in table.items():
+            if state > 0:
+                assert block >> 1 in pinned
+            else:
+                assert block >> 1 in pinned or block >> 1 in table or self.clock() + state >= TTL
+
+    @invariant()
+    def puts_heads_behind_tails(self) -> None:
+        """The order of eviction: a head is never ahead of a block that follows it."""
+        order = {block: at for at, (block, state) in enumerate(self.index._blocks.items()) if state <= 0}
+        for block, at in order.items():
+            assert order.get(block >> 1, at + 1) > at
 
 
 PrefixIndexMachine.TestCase.settings = settings(
