@@ -31,6 +31,8 @@ class PooledTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, *, keepalive_expiry: float) -> None:
         self._keepalive_expiry = keepalive_expiry
+        # Loading certificates takes 10 ms and more, in which the loop stands still: once, not for each pool.
+        self._ssl_context = httpx.create_ssl_context(trust_env=False)
         self._pool: RunVar[httpx.AsyncHTTPTransport | None] = RunVar("asgi_router_pool", None)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -55,7 +57,7 @@ class PooledTransport(httpx.AsyncBaseTransport):
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=self._keepalive_expiry
         )
-        return httpx.AsyncHTTPTransport(limits=limits, trust_env=False, retries=0)
+        return httpx.AsyncHTTPTransport(verify=self._ssl_context, limits=limits, trust_env=False, retries=0)
 
 
 async def open_response(transport: httpx.AsyncBaseTransport, request: httpx.Request) -> httpx.Response:
@@ -100,7 +102,7 @@ def worker_error(exc: Exception) -> RouterError:
 
 
 def _means_closed(exc: httpx.TransportError) -> bool:
-    # A protocol error after a first byte of an answer has another text.
+    # A protocol error after the head of an answer has another text. (httpx tells nothing of bytes before its end.)
     return not isinstance(exc, httpx.RemoteProtocolError) or "without sending a response" in str(exc)
 
 
