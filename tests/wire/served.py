@@ -132,7 +132,7 @@ async def serve(
 
 @asynccontextmanager
 async def serve_scripts(
-    *scripts: Sequence[Step], http: Http, **settings: object
+    *scripts: Sequence[Step], http: Http = "h11", **settings: object
 ) -> AsyncIterator[tuple[RawServer, Served, RawClient]]:
     """A scripted worker (one script for each connection), the router before it, and a client connected to that."""
     async with (
