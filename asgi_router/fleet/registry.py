@@ -27,6 +27,9 @@ class Registry:
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._states.values())
 
+    def __contains__(self, state: object) -> bool:
+        return state in self._states.values()
+
     def __len__(self) -> int:
         return len(self._states)
 

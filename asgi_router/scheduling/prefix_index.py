@@ -29,8 +29,8 @@ def block_hashes(key: bytes, block_bytes: int, space: tuple[str, ...] = ()) -> t
     """Return the chained hashes of the whole blocks of `key`; a last part of a block has none.
 
     `space` separates prompts that can't share a cache, such as those of two models. The hashes hold within
-    this process only: the interpreter's bytes hash (SipHash) is seeded at its start, which also means that a
-    client can't construct colliding prompts.
+    this process only: the interpreter's bytes hash (SipHash) is seeded at its start. So a client can't construct
+    prompts that collide, unless the operator fixes the seed (`PYTHONHASHSEED`).
     """
     chain = hash(space)
     hashes = []
@@ -138,10 +138,6 @@ class PrefixIndex:
             self._pinned -= 1
             if state:
                 table[block] = second  # at the end of the table: used last
-
-    def clear(self) -> None:
-        """Forget the blocks of ended requests: the worker lost its cache."""
-        self._blocks = {block: state & ~_CONFIRMED for block, state in self._blocks.items() if state > 0}
 
     def _evict(self, count: int) -> None:
         if count <= 0:

@@ -9,7 +9,7 @@ from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.prompt import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from asgi_router.extraction import CompletionRequest
     from asgi_router.scheduling.policies import Policy
@@ -30,7 +30,7 @@ class Scheduler:
 
     def select(
         self,
-        workers: Iterable[WorkerState],
+        workers: Collection[WorkerState],
         request: CompletionRequest,
         *,
         exclude: Collection[WorkerState] = (),
@@ -47,6 +47,8 @@ class Scheduler:
         """
         candidates = self.candidates(workers, request, exclude=exclude)
         if not candidates:
+            if workers and not any(worker.serves(request.model) for worker in workers):
+                raise UnknownModel("No worker serves the requested model.")
             raise NoWorker("No worker is available for this request.")
 
         prompt = Prompt(request, self._block_bytes)
@@ -54,19 +56,14 @@ class Scheduler:
 
     def candidates(
         self,
-        workers: Iterable[WorkerState],
+        workers: Collection[WorkerState],
         request: CompletionRequest,
         *,
         exclude: Collection[WorkerState] = (),
     ) -> list[WorkerState]:
-        """Return the workers that `select` would choose among.
-
-        Raises:
-            UnknownModel: as `select`.
-        """
-        fleet = list(workers)
-        serving = [worker for worker in fleet if worker.serves(request.model)]
-        if fleet and not serving:
-            raise UnknownModel("No worker serves the requested model.")
-
-        return [worker for worker in serving if worker.healthy and not worker.draining and worker not in exclude]
+        """Return the workers that `select` would choose among."""
+        return [
+            worker
+            for worker in workers
+            if worker.healthy and not worker.draining and worker.serves(request.model) and worker not in exclude
+        ]

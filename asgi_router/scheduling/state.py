@@ -34,8 +34,8 @@ class WorkerState:
     draining: bool = False
 
     def serves(self, model: str) -> bool:
-        """Tell whether a request for `model` may come here."""
-        return not self.worker.models or model in self.worker.models
+        """Tell whether a request for `model` may come here; one that names none may come to any worker."""
+        return not model or not self.worker.models or model in self.worker.models
 
     def __repr__(self) -> str:
         flags = ("" if self.healthy else ", unhealthy") + (", draining" if self.draining else "")

@@ -240,19 +240,6 @@ def test_a_short_prompt_expires_with_its_own_head_only() -> None:
     assert held(index, "ABCDEFGH") == 3
 
 
-def test_clear_keeps_only_what_is_in_flight() -> None:
-    """After `clear` the blocks of ended requests are gone, and those in flight stay only if they succeed."""
-    index = new_index()
-    record(index, "ABC")
-    index.pin(blocks("AB"))
-    index.pin(blocks("X"))
-    index.clear()
-    assert (held(index, "ABC"), held(index, "X"), len(index)) == (2, 1, 3)
-    index.unpin(blocks("AB"), prefilled=False)
-    index.unpin(blocks("X"), prefilled=True)
-    assert (held(index, "ABC"), held(index, "X"), len(index)) == (0, 1, 1)
-
-
 def test_f74_models_do_not_share_blocks() -> None:
     """F-74: the same text for two models is two prompts; a LoRA adapter is named like a model."""
     (a,) = fleet("a")

@@ -87,11 +87,6 @@ class Model:
             if not known.requests and not known.confirmed:
                 del self.blocks[block]
 
-    def clear(self) -> None:
-        self.blocks = {block: known for block, known in self.blocks.items() if known.requests}
-        for known in self.blocks.values():
-            known.confirmed = False
-
 
 class PrefixIndexMachine(RuleBasedStateMachine):
     """Does the same to the index and to the model."""
@@ -132,11 +127,6 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.clock.now += seconds
         self.model.pass_time()
-
-    @rule()
-    def lose_the_cache(self) -> None:
-        self.index.clear()
-        self.model.clear()
 
     def matches(self) -> Iterator[int]:
         return (self.index.match(blocks, len(blocks)) for blocks in LONGEST)
