@@ -283,7 +283,7 @@ def test_any_json(value: object, path: str) -> None:
     assert (survives(json.dumps(value).encode(), path) is not None) == isinstance(value, dict)
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(REQUEST, st.sampled_from(PATHS))
 def test_wrong_types_under_the_known_names(fields: dict[str, object], path: str) -> None:
     """An object is always read, whatever stands where a string, a list or an object is expected."""
@@ -291,7 +291,7 @@ def test_wrong_types_under_the_known_names(fields: dict[str, object], path: str)
     assert survives(json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass"), path) is not None
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(REQUEST, st.integers(0), st.integers(0, 255), st.sampled_from(PATHS))
 @example({"messages": [{"content": "a"}]}, 0, 0, CHAT)
 def test_one_wrong_byte(fields: dict[str, object], position: int, byte: int, path: str) -> None:

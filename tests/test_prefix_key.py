@@ -164,7 +164,9 @@ TYPED = [
     [2, 1],
     [12],
     [1.0, 2.0],
+    "[1.0,2.0]",
     [1, "2"],
+    '[1,"2"]',
     [1, [2]],
     [[1], 2],
     [[1, 2], []],
@@ -219,6 +221,27 @@ def test_token_ids_share_what_they_share() -> None:
 def test_a_batch_begins_like_its_first_prompt() -> None:
     """What a worker has cached of the first text of a batch is found."""
     assert prompt(["abc", "def"]).startswith(prompt("abc"))
+
+
+@pytest.mark.parametrize(
+    "mark", [" ", "\n", "\n\n", "\0", "\x1e", "\x1f", "|", ":", ",", "þ", "ÿ", "þþ", "\ufffe", "\ufdd0"]
+)
+def test_fields_cannot_run_into_each_other(mark: str) -> None:
+    """Wherever the line between two fields is drawn in the same characters, it is another chat."""
+    assert_all_different(
+        [
+            chat({"role": "a" + mark, "name": "b", "content": "c"}),
+            chat({"role": "a", "name": mark + "b", "content": "c", "reasoning": mark}),
+            chat({"role": "a", "name": mark + "b" + mark, "content": "c"}),
+            chat({"role": "a", "name": "b", "content": mark + mark + "c"}),
+            chat({"role": "a", "name": "b" + mark + "c", "content": ""}),
+            chat({"role": "a" + mark + "b" + mark + "c", "content": ""}),
+            chat({"role": "a", "name": "b", "content": "c", "reasoning": mark + "d"}),
+            chat({"role": "a", "name": "b", "content": "c" + mark + "reasoning" + mark + mark + "d"}),
+            chat({"role": "a", "name": "b", "content": "c"}, {"role": mark, "content": ""}),
+            chat({"role": "a", "name": "b", "content": "c" + mark + mark + mark + mark}),
+        ]
+    )
 
 
 @pytest.mark.parametrize(
