@@ -44,6 +44,9 @@ class Worker:
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", normalise_url(self.url))
         object.__setattr__(self, "role", Role(self.role))
+        models: object = self.models
+        if isinstance(models, str):  # a text would be searched for a model's name
+            raise ValueError("models must be a tuple of names, not one name")
 
 
 _URL = re.compile(
@@ -72,11 +75,17 @@ def normalise_url(url: str) -> str:
     port = int(parts["port"]) if parts["port"] else _DEFAULT_PORTS[scheme]
     if not 1 <= port <= 65535:
         raise ValueError("the port of a worker URL must be from 1 to 65535")
-    if parts["ipv6"]:
-        try:
+    try:
+        if parts["ipv6"]:
             host = f"[{ipaddress.IPv6Address(parts['ipv6'])}]"
-        except ValueError:
-            raise ValueError("the address in a worker URL is no IPv6 address") from None
+        elif re.fullmatch(r"[0-9.]+", host):
+            host = str(ipaddress.IPv4Address(host))
+    except ValueError:
+        raise ValueError("the address in a worker URL is no IP address") from None
+
+    path = path.rstrip("/")
+    if path.endswith("/v1"):
+        raise ValueError("a worker URL ends before /v1: the path of a request is appended to it")
 
     origin = f"{scheme}://{host}" if port == _DEFAULT_PORTS[scheme] else f"{scheme}://{host}:{port}"
-    return origin + path.rstrip("/")
+    return origin + path

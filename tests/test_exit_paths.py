@@ -252,6 +252,20 @@ async def test_error_mid_answer(kind: Kind, error: Exception) -> None:
     routed.assert_released(exchange)
 
 
+@pytest.mark.parametrize("announced", ["13", "15", "7", "1"])
+async def test_answer_of_another_length_than_announced(kind: Kind, announced: str) -> None:
+    """An answer that is longer or shorter than its Content-Length is cut, whatever the transport lets through."""
+    script = replace(answer("json"), headers=[("content-type", "text/event-stream"), ("content-length", announced)])
+    routed = Routed(script)
+    exchange = exchange_for()
+    with pytest.raises(AnswerCut):
+        await exchange.run(routed.app)
+
+    assert exchange.ends == 0
+    assert len(exchange.body) <= int(announced)
+    routed.assert_released(exchange)
+
+
 # --- time-outs -----------------------------------------------------------------------------------------------
 
 

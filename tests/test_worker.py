@@ -80,6 +80,10 @@ def test_url_has_one_spelling(url: str, expected: str) -> None:
         "http://a/\u00e9",
         "http://user:8/s@cret",
         "http://a:99999999",
+        "http://300.1.1.1",
+        "http://1.2.3",
+        "http://a:8000/v1",
+        "http://a:8000/base/v1/",
     ],
 )
 def test_what_is_no_base_url_is_refused(url: str) -> None:
@@ -141,6 +145,12 @@ def test_role_given_by_name_becomes_a_role() -> None:
     assert Worker(**fields).role is Role.DECODE  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="both"):
         Worker(**{**fields, "role": "both"})  # type: ignore[arg-type]
+
+
+def test_one_model_name_is_no_list_of_models() -> None:
+    """A text would be searched for the model's name as a part of it."""
+    with pytest.raises(ValueError, match="models"):
+        Worker(url="a", models="gpt")  # type: ignore[arg-type]
 
 
 def test_workers_are_values() -> None:

@@ -64,7 +64,7 @@ async def relay(
             # The length of the body that isn't there: forbidden with 204; with 304 uvicorn would wait for it.
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         length = header(headers, b"content-length")
-        missing = int(length) if length.isdigit() else -1
+        missing = int(length) if length.isascii() and length.isdigit() else None
 
         # First byte: the deadline is still the one that was set when the request was sent.
         chunk = b"" if bodiless else await _read(chunks)
@@ -75,10 +75,10 @@ async def relay(
 
         count = 0
         while chunk:
-            missing -= len(chunk)
-            if missing == 0:
-                await _finish(chunks)
-                break
+            if missing is not None:
+                missing -= len(chunk)
+                if missing <= 0:
+                    break
 
             exchange.allow(send_timeout, gone)
             await client.write(chunk)
@@ -87,6 +87,12 @@ async def relay(
                 await checkpoint()  # or a transport that never waits would starve the watcher
             exchange.allow(idle_timeout, late)
             chunk = await _read(chunks)
+
+        if missing:
+            # HTTP transports notice this themselves. Servers raise over it, and their clients see no reason.
+            raise WorkerError("The worker's answer has not the length that it announced.")
+        if chunk:
+            await _finish(chunks)
 
         lease.release()
         exchange.allow(send_timeout, gone)
