@@ -5,6 +5,7 @@ Everything crosses but what is listed here: names in lower case, values and repe
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ _RESPONSE_DROP_PREFIXES = (b"access-control-", b"x-router-")
 # A `Connection` header must not be able to strip these from a message.
 _NEVER_CONNECTION_LISTED = frozenset((b"authorization", b"content-encoding", b"content-length", b"content-type"))
 
+# To be refused or replaced by a space (RFC 9110, section 5.5); some servers raise over them.
+_CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
 
 def request_headers(scope: Scope) -> RawHeaders:
     """Return what the worker gets of the client's headers, with the client's address in `x-forwarded-for`."""
@@ -62,7 +66,10 @@ def request_headers(scope: Scope) -> RawHeaders:
     if cookies:  # HTTP/2 clients may split the field, HTTP/1.1 knows only one (RFC 9113, section 8.2.3)
         headers.append((b"cookie", b"; ".join(cookies)))
     if (client := scope.get("client")) and client[0]:  # some servers have no address for a UNIX socket
-        hops.append(str(client[0]).encode("latin-1", "replace"))
+        address = str(client[0]).encode("latin-1", "replace")
+        # Behind a trusted proxy the server has already taken the client's address from this very header.
+        if not hops or hops[-1].rpartition(b",")[2].strip() != address:
+            hops.append(address)
     if hops:
         headers.append((b"x-forwarded-for", b", ".join(hops)))
 
@@ -80,7 +87,9 @@ def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
     if any(name == b"transfer-encoding" for name, _ in lowered):
         drops |= {b"content-length"}  # it doesn't count beside the other (RFC 9112, section 6.3)
     headers = [
-        (name, value) for name, value in lowered if name not in drops and not name.startswith(_RESPONSE_DROP_PREFIXES)
+        (name, _CONTROLS.sub(b" ", value))
+        for name, value in lowered
+        if name not in drops and not name.startswith(_RESPONSE_DROP_PREFIXES)
     ]
     if is_event_stream(headers):
         names = {name for name, _ in headers}
