@@ -27,3 +27,10 @@ def remove_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith("ASGI_ROUTER_") or name.upper().endswith("_PROXY"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give what hangs 50 ms, not a second: for tests that show that something ends, not when."""
+    monkeypatch.setattr("asgi_router.upstream.relay.CLOSE_GRACE", 0.05)
+    monkeypatch.setattr("asgi_router.exchange.END_GRACE", 0.05)

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from tests.instruments.fake_worker import Script, Step
     from tests.instruments.steps import Pause
 
-pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("kind", KINDS)]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.usefixtures("short_graces"),
+    pytest.mark.parametrize("kind", KINDS),
+]
 
 
 def exchange_for(**options: object) -> Exchange:
@@ -298,7 +302,7 @@ async def test_idle_timeout_does_not_limit_the_first_byte_or_the_client(kind: Ki
     """Neither a long prefill nor a client that reads slowly counts as the worker's pause."""
     gate, reading = anyio.Event(), anyio.Event()
     routed = Routed(replace(answer(kind), head=[gate]), idle_timeout=0.05)
-    exchange = exchange_for(at={1: reading})
+    exchange = exchange_for(at={2: reading})
     async with exchange.running(routed.app):
         await routed.worker.received(1)
         await anyio.sleep(0.15)  # three time-outs long: nothing may happen, so there is no event to wait for

@@ -16,7 +16,12 @@ from tests.instruments.asgi_client import HANG, Exchange
 from tests.instruments.cancel import Moment, cancel_natively
 from tests.routed import KINDS, Kind, Routed, answer, completion_body
 
-pytestmark = [pytest.mark.anyio, asyncio_only, pytest.mark.parametrize("kind", KINDS)]
+pytestmark = [
+    pytest.mark.anyio,
+    asyncio_only,
+    pytest.mark.usefixtures("short_graces"),
+    pytest.mark.parametrize("kind", KINDS),
+]
 
 MORE_TURNS_THAN_A_REQUEST_LIVES = 200
 
