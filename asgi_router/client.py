@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from anyio import sleep_forever
+from anyio.lowlevel import checkpoint
+
 from asgi_router.errors import AnswerCut, BodyTooLarge, RouterError
 from asgi_router.headers import is_event_stream
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
 
     from asgi_router.headers import RawHeaders
 
+_STRAY_MESSAGES = 8  # body messages out of turn that are ignored
 _EVENT_ENDS = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
@@ -25,9 +29,10 @@ class Client:
     Attributes:
         started: the status has been sent; it can't be taken back.
         finished: the last message of the answer is on its way: what follows is no disconnect any more.
+        writable: a message may be sent: the answer is not finished, and no `send` was broken off.
     """
 
-    __slots__ = ("_event_stream", "_receive", "_send", "_tail", "finished", "scope", "started")
+    __slots__ = ("_event_stream", "_receive", "_send", "_sending", "_tail", "finished", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -35,8 +40,13 @@ class Client:
         self._send = send
         self.started = False
         self.finished = False
+        self._sending = False
         self._event_stream = False
         self._tail = b""
+
+    @property
+    def writable(self) -> bool:
+        return not self.finished and not self._sending
 
     async def read_body(self, limit: int) -> bytes:
         """Return the whole request body.
@@ -46,32 +56,44 @@ class Client:
             ClientGone: the client left before its end.
         """
         too_large = BodyTooLarge(f"The request body is larger than {limit} bytes.")
-        for name, value in self.scope["headers"]:
+        for name, value in self.scope.get("headers", ()):
             if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
                 raise too_large
 
-        chunks: list[bytes] = []
-        size = 0
-        more_body = True
-        while more_body:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size > limit:
+        message = await self._next_of_body()
+        first: bytes = message.get("body", b"")
+        if not message.get("more_body", False):
+            if len(first) > limit:
                 raise too_large
-            chunks.append(chunk)
-            more_body = message.get("more_body", False)
+            return first
 
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body = bytearray(first)
+        while len(body) <= limit and message.get("more_body", False):
+            message = await self._next_of_body()
+            body += message.get("body", b"")
+        if len(body) > limit:
+            raise too_large
+
+        return bytes(body)
+
+    async def _next_of_body(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if not message.get("body"):
+            await checkpoint()  # a `receive` that never suspends must not be able to stop the loop
+        return message
 
     async def wait_gone(self) -> None:
         """Return when the client has left. To be called after the body was read, and by one task only."""
-        # Body messages out of turn are ignored; after a disconnect some servers never return again.
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        for _ in range(_STRAY_MESSAGES):
+            # After a disconnect some servers never return again.
+            if (await self._receive())["type"] == "http.disconnect":
+                return
+            await checkpoint()
+
+        # Host middleware that replays the body for ever: from it we will never hear of a disconnect.
+        await sleep_forever()
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Send the status and the headers."""
@@ -109,14 +131,16 @@ class Client:
             AnswerCut: it is no event stream. The server closes the connection, the host app sees the reason.
         """
         if not self._event_stream:
-            raise AnswerCut(str(error)) from error
+            raise AnswerCut(str(error)) from None  # another library's exception may quote the worker's bytes
 
         # An event that the worker left unfinished is ended first, or ours would be glued to it.
         gap = b"\n\n" if self._tail and not self._tail.endswith(_EVENT_ENDS) else b""
         await self.write(gap + b"data: " + error.body() + b"\n\n")
 
     async def _deliver(self, message: Message) -> None:
+        self._sending = True  # and so it stays if the send is broken off: nobody knows what has been taken
         try:
             await self._send(message)
+            self._sending = False
         except OSError as exc:  # what ASGI 2.4 asks of a server whose client has gone
             raise ClientGone from exc

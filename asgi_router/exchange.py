@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from asgi_router.client import ClientGone
+
 if TYPE_CHECKING:
     from asgi_router.client import Client
     from asgi_router.scheduling.lease import Lease
@@ -41,6 +43,8 @@ class Exchange:
 
     def allow(self, seconds: float | None, late: Exception) -> None:
         """Give what follows `seconds` (None: no limit), and say what it means if they pass."""
+        if self.scope.cancel_called:
+            return  # it is too late: the reason stays
         self._late = late
         self.scope.deadline = math.inf if seconds is None else anyio.current_time() + seconds
 
@@ -51,7 +55,7 @@ class Exchange:
         server reports that. Then the `send` of that message gets a moment to return by itself.
         """
         if self.client.finished:
-            self.allow(END_GRACE, reason)
+            self.allow(END_GRACE, ClientGone())
         elif self._stopped is None:
             self._stopped = reason
             self.scope.cancel()

@@ -46,7 +46,7 @@ _CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 def request_headers(scope: Scope) -> RawHeaders:
     """Return what the worker gets of the client's headers, with the client's address in `x-forwarded-for`."""
-    raw: RawHeaders = scope["headers"]
+    raw: RawHeaders = scope.get("headers") or []
     drops = _REQUEST_DROPS | _connection_listed(raw)
     headers: RawHeaders = []
     cookies: list[bytes] = []

@@ -66,9 +66,8 @@ class RouterMiddleware:
 
         async def receive_and_drain() -> Message:
             message = await receive()
-            if message["type"] == "lifespan.shutdown":
-                # The app's own clean-up waits for the requests that may need what it cleans up. The server
-                # doesn't: uvicorn sends this without awaiting tasks that it has just cancelled.
+            if message["type"] == "lifespan.shutdown" and router.users == 1:
+                # The app's own clean-up waits for the requests that may need what it cleans up.
                 await router.drain()
             return message
 
@@ -78,16 +77,20 @@ class RouterMiddleware:
                 opened = True
                 await router.__aenter__()
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
-                opened = False
-                await router.aclose()
+                await close()
             await send(message)
+
+        async def close() -> None:
+            nonlocal opened
+            if opened:
+                opened = False
+                await router.__aexit__(None, None, None)
 
         try:
             # An app without lifespan raises here, and servers then go on without it; so does the router.
             await self.app(scope, receive_and_drain, send_and_open)
         finally:
-            if opened:  # the app ended without a word
-                await router.aclose()
+            await close()  # if the app ended without a word
 
 
 def route_path(scope: Scope) -> str:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.settings import RouterSettings
 
+ERROR_GRACE = 5.0
+"""Seconds that a client may take to accept an error. Nobody listens for its leaving meanwhile."""
+
 logger = logging.getLogger("asgi_router")
 
 
@@ -59,6 +62,7 @@ class Router:
     Attributes:
         settings: as given.
         workers: the fleet; workers may be added and removed while requests are in flight.
+        users: how many `async with` blocks and lifespans keep the router open; the last one drains and closes it.
     """
 
     def __init__(
@@ -85,11 +89,11 @@ class Router:
             waiting_weight=settings.waiting_weight,
         )
         policy = POLICIES[settings.policy](options, rng or random.Random())
-        self._scheduler = Scheduler(policy, block_bytes=settings.prefix_block_bytes)
+        self._scheduler = Scheduler(policy, block_bytes=settings.prefix_block_bytes, max_blocks=capacity)
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
         self._exchanges: set[Exchange] = set()
-        self._entered = False
+        self.users = 0
         self._draining = False
         self._idle: anyio.Event | None = None
 
@@ -105,20 +109,22 @@ class Router:
         )
 
     async def __aenter__(self) -> Self:
-        self._entered = True
+        self.users += 1
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.aclose()
+        self.users -= 1
+        if not self.users:
+            await self.aclose()
 
     async def aclose(self) -> None:
         """Drain, then close the connections to the workers. A later request opens new ones."""
         try:
             await self.drain()
         finally:
-            self._draining = self._entered = False
+            self._draining = False
             with anyio.move_on_after(CLOSE_GRACE, shield=True):
                 await self._transport.aclose()
 
@@ -169,8 +175,9 @@ class Router:
             level = logging.DEBUG if isinstance(error, InvalidRequest) else logging.WARNING
             url = exchange.lease.state.worker.url if exchange.lease else "no worker"
             logger.log(level, "%s: %s (%s)", url, error.code, type(error.__cause__).__name__)
-            with anyio.move_on_after(self.settings.send_timeout):
-                await (client.cut(error) if client.started else client.fail(error))
+            if client.writable:
+                with anyio.move_on_after(min(ERROR_GRACE, self.settings.send_timeout or ERROR_GRACE)):
+                    await (client.cut(error) if client.started else client.fail(error))
 
     async def _answer(self, exchange: Exchange, path: str) -> None:
         client = exchange.client
@@ -179,30 +186,40 @@ class Router:
 
         with exchange.scope:
             body = await client.read_body(self.settings.max_body_bytes)
-            request = extract(body, path, header(client.scope["headers"], b"content-encoding"))
+            request = extract(body, path, header(client.scope.get("headers") or (), b"content-encoding"))
             await self._serve_watched(exchange, request, body, path)
         if exchange.scope.cancelled_caught and exchange.reason is not None:
             raise exchange.reason
 
     async def _serve_watched(self, exchange: Exchange, request: CompletionRequest, body: bytes, path: str) -> None:
-        # What goes wrong inside is carried out of the task group by hand: a group would wrap it.
+        """Serve the request in a task of its own, while this one listens for the client's leaving.
+
+        Not the other way round: this is the task that a server or a host cancels natively. Here that only ends
+        the listening, and the task group then ends the other task in anyio's way, which respects shields (httpcore
+        loses connections to native cancellation: encode/httpcore#1093).
+        """
         failure: Exception | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._watch, exchange)
+        listening = anyio.CancelScope()
+
+        async def serve() -> None:
+            nonlocal failure
             try:
-                # The watcher listens before a worker is chosen. Two turns: trio runs the tasks of one turn in
-                # random order.
-                await checkpoint()
-                await checkpoint()
+                await checkpoint()  # a client that has gone already costs no prefill
                 await self._serve(exchange, request, body, path)
-            except Exception as exc:
+            except Exception as exc:  # carried out by hand: a task group would wrap it
                 failure = exc
-            tasks.cancel_scope.cancel()
+            finally:
+                listening.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            with listening:
+                await self._listen(exchange)
 
         if failure is not None:
             raise failure
 
-    async def _watch(self, exchange: Exchange) -> None:
+    async def _listen(self, exchange: Exchange) -> None:
         try:
             await exchange.client.wait_gone()
         except Exception as exc:  # a `receive` that fails will not tell us anything any more
@@ -251,7 +268,7 @@ class Router:
         try:
             if query := scope.get("query_string"):
                 url = url.copy_with(raw_path=url.raw_path + b"?" + query)
-        except httpx.InvalidURL as exc:
+        except (httpx.InvalidURL, ValueError) as exc:
             raise InvalidRequest("The request's query string can't be forwarded.") from exc
 
         headers = request_headers(scope)
@@ -261,7 +278,7 @@ class Router:
         if self._idle is not None:
             self._idle.set()
             self._idle = None
-        if self._owns_transport and not self._entered:
+        if self._owns_transport and not self.users:
             # Nobody has promised to close us: no lifespan reaches a mounted app, or a TestClient without `with`.
             with anyio.move_on_after(CLOSE_GRACE, shield=True):
                 await self._transport.aclose()

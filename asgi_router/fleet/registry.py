@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asgi_router.scheduling.state import WorkerState
+from asgi_router.worker import normalise_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ class Registry:
 
     def __init__(self, new_index: Callable[[], PrefixIndex]) -> None:
         self._new_index = new_index
-        self._states: dict[str, WorkerState] = {}
+        self._states: dict[str, WorkerState] = {}  # never changed, only replaced: another thread may be reading it
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._states.values())
@@ -41,8 +42,8 @@ class Registry:
 
         A worker with the same URL is replaced: its requests in flight end on the old state.
         """
-        self._states.pop(worker.url, None)
-        state = self._states[worker.url] = WorkerState(worker, self._new_index())
+        state = WorkerState(worker, self._new_index())
+        self._states = {url: old for url, old in self._states.items() if url != worker.url} | {worker.url: state}
         return state
 
     def remove(self, url: str) -> None:
@@ -51,4 +52,7 @@ class Registry:
         Raises:
             KeyError: there is no worker with this URL.
         """
-        del self._states[url]
+        url = normalise_url(url)
+        if url not in self._states:
+            raise KeyError(url)
+        self._states = {known: state for known, state in self._states.items() if known != url}

@@ -25,16 +25,21 @@ _CONFIRMED = 1  # lowest bit of a pin: the worker has prefilled this block
 _HOLD = 2  # what one request in flight adds to a pin
 
 
-def block_hashes(key: bytes, block_bytes: int, space: tuple[str, ...] = ()) -> tuple[int, ...]:
-    """Return the chained hashes of the whole blocks of `key`; a last part of a block has none.
+def block_hashes(
+    key: bytes, block_bytes: int, space: tuple[str, ...] = (), max_blocks: int | None = None
+) -> tuple[int, ...]:
+    """Return the chained hashes of the whole blocks of `key`, `max_blocks` at most; a last part of a block has none.
 
     `space` separates prompts that can't share a cache, such as those of two models. The hashes hold within
     this process only: the interpreter's bytes hash (SipHash) is seeded at its start. So a client can't construct
     prompts that collide, unless the operator fixes the seed (`PYTHONHASHSEED`).
     """
+    count = len(key) // block_bytes
+    if max_blocks is not None:
+        count = min(count, max_blocks)
     chain = hash(space)
     hashes = []
-    for start in range(0, len(key) - block_bytes + 1, block_bytes):
+    for start in range(0, count * block_bytes, block_bytes):
         chain = hash((chain, key[start : start + block_bytes]))
         hashes.append(chain)
 

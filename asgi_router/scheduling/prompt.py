@@ -22,19 +22,21 @@ class Prompt:
 
     __slots__ = ("_block_tokens", "_matchable", "blocks", "tokens")
 
-    def __init__(self, request: CompletionRequest, block_bytes: int) -> None:
+    def __init__(self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None) -> None:
         key = request.prefix_key
         self.tokens = request.prompt_tokens
-        self.blocks = block_hashes(key, block_bytes, (request.model,))
+        self.blocks = block_hashes(key, block_bytes, (request.model,), max_blocks)
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
         self._matchable = max(0, len(key) - 1) // block_bytes
         self._block_tokens = block_bytes / BYTES_PER_TOKEN
 
     def hit_ratio(self, state: WorkerState) -> float:
         """Return the share of the prompt's blocks that the worker holds, 0 to 1; 0 for a prompt without any."""
-        return state.prefixes.match(self.blocks, self._matchable) / self._matchable if self._matchable else 0.0
+        return self._cached_blocks(state) / self._matchable if self._matchable else 0.0
 
     def uncached_tokens(self, state: WorkerState) -> int:
         """Return how many tokens the worker would have to prefill, at least 1."""
-        cached_blocks = state.prefixes.match(self.blocks, self._matchable)
-        return max(1, self.tokens - int(cached_blocks * self._block_tokens))
+        return max(1, self.tokens - int(self._cached_blocks(state) * self._block_tokens))
+
+    def _cached_blocks(self, state: WorkerState) -> int:
+        return state.prefixes.match(self.blocks, min(self._matchable, len(self.blocks)))

@@ -22,11 +22,13 @@ class Scheduler:
     Args:
         policy: how to choose among the workers that may be chosen.
         block_bytes: size of a prefix block, in bytes of the prefix key.
+        max_blocks: how many blocks of a prompt are looked at: no more than a worker's index can hold.
     """
 
-    def __init__(self, policy: Policy, *, block_bytes: int) -> None:
+    def __init__(self, policy: Policy, *, block_bytes: int, max_blocks: int | None = None) -> None:
         self._policy = policy
         self._block_bytes = block_bytes
+        self._max_blocks = max_blocks
 
     def select(
         self,
@@ -51,7 +53,7 @@ class Scheduler:
                 raise UnknownModel("No worker serves the requested model.")
             raise NoWorker("No worker is available for this request.")
 
-        prompt = Prompt(request, self._block_bytes)
+        prompt = Prompt(request, self._block_bytes, self._max_blocks)
         return Lease(self._policy.choose(candidates, prompt), prompt)
 
     def candidates(

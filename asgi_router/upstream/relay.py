@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import TYPE_CHECKING, cast
 
 import anyio
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from asgi_router.client import ClientGone
 from asgi_router.errors import WorkerError, WorkerTimeout
@@ -60,17 +61,19 @@ async def relay(
 
         headers = response_headers(response.headers.raw)
         bodiless = status in (204, 304)
-        if bodiless:
-            # The length of the body that isn't there: forbidden with 204; with 304 uvicorn would wait for it.
-            headers = [(name, value) for name, value in headers if name != b"content-length"]
         length = header(headers, b"content-length")
-        missing = int(length) if length.isascii() and length.isdigit() else None
+        missing = int(length) if re.fullmatch("[0-9]{1,18}", length) and not bodiless else None
+        if missing is None:
+            # Either no number, or the length of a body that isn't there: forbidden with 204; with 304 uvicorn
+            # would wait for it.
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
 
         # First byte: the deadline is still the one that was set when the request was sent.
         chunk = b"" if bodiless else await _read(chunks)
         if chunk:
             lease.first_byte(prefilled=status < 400)
         exchange.allow(send_timeout, gone)
+        await checkpoint_if_cancelled()  # a deadline that passed in this very tick is still a clean error
         await client.start(status, [*headers, *own_headers])
 
         count = 0
@@ -92,6 +95,7 @@ async def relay(
             # HTTP transports notice this themselves. Servers raise over it, and their clients see no reason.
             raise WorkerError("The worker's answer has not the length that it announced.")
         if chunk:
+            exchange.allow(idle_timeout, late)
             await _finish(chunks)
 
         lease.release()
@@ -106,7 +110,7 @@ async def relay(
 async def _read(chunks: AsyncIterator[bytes]) -> bytes:
     """Return the next bytes of a body, or none at its end."""
     try:
-        while not (chunk := await anext(chunks)):
+        while not (chunk := bytes(await anext(chunks))):  # bytes() of bytes is no copy
             pass
     except StopAsyncIteration:
         return b""

@@ -10,12 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import httpx
+from anyio import current_time
 from anyio.lowlevel import RunVar
 
 from asgi_router.errors import InvalidRequest, RouterError, WorkerError, WorkerTimeout, WorkerUnreachable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+STALE_WITHIN = 1.0
+"""Seconds within which a connection that was closed while it was idle shows it. A later break is no such race."""
 
 
 class PooledTransport(httpx.AsyncBaseTransport):
@@ -74,10 +78,12 @@ async def open_response(transport: httpx.AsyncBaseTransport, request: httpx.Requ
     """
     trace = _ConnectionTrace()
     request.extensions["trace"] = trace
+    began = current_time()
     try:
         return await transport.handle_async_request(request)
     except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as exc:
-        if not trace.reused_connection or not _means_closed(exc):
+        was_stale = trace.reused_connection and _means_closed(exc) and current_time() - began < STALE_WITHIN
+        if not was_stale:
             raise worker_error(exc) from exc
     except Exception as exc:
         raise worker_error(exc) from exc
@@ -85,7 +91,10 @@ async def open_response(transport: httpx.AsyncBaseTransport, request: httpx.Requ
     try:
         return await transport.handle_async_request(request)
     except Exception as exc:
-        raise worker_error(exc) from exc
+        error = worker_error(exc)
+        if isinstance(error, WorkerUnreachable):  # it may be the first attempt that brought the worker down
+            error = WorkerError(str(error))
+        raise error from exc
 
 
 def worker_error(exc: Exception) -> RouterError:
@@ -98,7 +107,7 @@ def worker_error(exc: Exception) -> RouterError:
         case httpx.LocalProtocolError() | httpx.InvalidURL():
             return InvalidRequest("The request's headers or query can't be forwarded.")
         case _:
-            return WorkerError("The worker failed before it answered.")
+            return WorkerError("The worker failed.")
 
 
 def _means_closed(exc: httpx.TransportError) -> bool:

@@ -157,6 +157,38 @@ MUTANTS = [
         ["tests/wire/test_pool.py"],
     ),
     Mutant(
+        "served-in-the-servers-task",
+        "native cancellation reaches the pool, which loses connections to it",
+        "router.py",
+        """            tasks.start_soon(serve)
+            with listening:
+                await self._listen(exchange)
+""",
+        """            tasks.start_soon(self._listen, exchange)
+            await serve()
+            tasks.cancel_scope.cancel()
+""",
+        ["tests/wire/test_pool.py"],
+    ),
+    Mutant(
+        "crash-passed-on",
+        "a request that brings its worker down goes on to the next worker",
+        "upstream/transport.py",
+        "        if isinstance(error, WorkerUnreachable):",
+        "        if False:",
+        ["tests/test_transport.py"],
+    ),
+    Mutant(
+        "late-reason",
+        "a deadline that passes in the tick of the data is taken for the client's leaving",
+        "exchange.py",
+        """        if self.scope.cancel_called:
+            return  # it is too late: the reason stays
+""",
+        "",
+        ["tests/test_odd_hosts.py"],
+    ),
+    Mutant(
         "connection-listed-headers",
         "headers that Connection lists are passed on",
         "headers.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import anyio
 import anyio.lowlevel
@@ -17,16 +17,19 @@ from starlette.testclient import TestClient
 
 from asgi_router import Router, RouterMiddleware, RouterSettings
 from tests.instruments import asyncio_only
+from tests.instruments.asgi_client import Exchange
+from tests.instruments.cancel import cancel_natively
 from tests.instruments.raw_http import Truncated
 from tests.instruments.raw_server import CLOSE, HANG, REQUEST, RESET, raw_server
 from tests.instruments.servers import run_uvicorn, run_uvicorn_in_thread
-from tests.routed import completion_body, counters
+from tests.routed import completion_body, counters, unreachable_app
 from tests.wire.served import LAST_CHUNK, OK, SSE_HEAD, chunk, serve, serve_scripts
 from tests.wire.test_failures import FAILED, read_error, refusing_port
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from asgi_router.upstream.transport import PooledTransport
     from tests.instruments.raw_http import RawClient
     from tests.instruments.raw_server import Step
     from tests.wire.served import Served
@@ -173,6 +176,26 @@ class TestNothingIsLeft:
                 assert await ask(client) == 200
             assert served.pool is not None
             assert served.pool.connections
+
+    async def test_native_cancellation_at_any_turn(self) -> None:
+        """A host's time-out loses no connection: httpcore would, if it saw the native cancel (encode/httpcore#1093)."""
+        script: list[Step] = [REQUEST, SSE_HEAD + chunk(b"data: x\n\n"), HANG]
+        cut = 0
+        async with raw_server(*[script] * 400) as worker, Router(RouterSettings(workers=[worker.url])) as router:
+            app = RouterMiddleware(unreachable_app, router=router)
+            for turn in range(60):
+                exchanges = [Exchange(body=BODY) for _ in range(5)]
+                for exchange in exchanges:
+                    outcome = await cancel_natively(exchange.run(app), at=[turn])
+                    cut += outcome.cancelled
+
+            assert cut == 300
+            assert {counters(stats) for stats in router.stats().workers} == {(0, 0, 0, 0)}
+            transport = cast("PooledTransport", router._transport)._pool.get()
+            assert transport is not None
+            pool = transport._pool
+            assert not pool._requests
+            assert all(connection.is_idle() for connection in pool.connections), pool
 
     async def test_more_streams_than_httpx_allows_by_default(self) -> None:
         """The scheduler decides how much a worker gets; the pool holds no request back."""
