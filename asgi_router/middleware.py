@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import anyio
+
 from asgi_router.router import Router
 from asgi_router.settings import RouterSettings
 
@@ -63,6 +65,7 @@ class RouterMiddleware:
         """Open the router when the app has started; drain it before the app stops, close it after."""
         router = self.router
         opened = False
+        failure: Exception | None = None
 
         async def receive_and_drain() -> Message:
             message = await receive()
@@ -75,7 +78,8 @@ class RouterMiddleware:
             nonlocal opened
             if message["type"] == "lifespan.startup.complete":
                 opened = True
-                await router.__aenter__()
+                router.enter()
+                tasks.start_soon(router.watch_health)
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await close()
             await send(message)
@@ -84,13 +88,21 @@ class RouterMiddleware:
             nonlocal opened
             if opened:
                 opened = False
-                await router.__aexit__(None, None, None)
+                await router.leave()
 
-        try:
-            # An app without lifespan raises here, and servers then go on without it; so does the router.
-            await self.app(scope, receive_and_drain, send_and_open)
-        finally:
-            await close()  # if the app ended without a word
+        # The group is entered outside the app, whose own task groups may span its start and stop.
+        async with anyio.create_task_group() as tasks:
+            try:
+                # An app without lifespan raises here, and servers then go on without it; so does the router.
+                await self.app(scope, receive_and_drain, send_and_open)
+            except Exception as exc:  # carried out by hand: a task group would wrap it
+                failure = exc
+            finally:
+                await close()  # if the app ended without a word
+            tasks.cancel_scope.cancel()
+
+        if failure is not None:
+            raise failure
 
 
 def route_path(scope: Scope) -> str:

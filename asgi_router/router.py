@@ -16,17 +16,21 @@ from asgi_router.errors import (
     InvalidRequest,
     RouterError,
     ShuttingDown,
+    WorkerError,
     WorkerTimeout,
     WorkerUnreachable,
 )
 from asgi_router.exchange import Exchange
 from asgi_router.extraction import extract
+from asgi_router.fleet.health import HealthMonitor
 from asgi_router.fleet.registry import Registry
 from asgi_router.headers import header, request_headers
 from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.scheduler import Scheduler
+from asgi_router.scheduling.state import WorkerState
 from asgi_router.stats import RouterStats, WorkerStats
 from asgi_router.upstream.relay import CLOSE_GRACE, relay
 from asgi_router.upstream.transport import PooledTransport, open_response
@@ -35,11 +39,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from anyio.abc import TaskGroup
     from starlette.types import Receive, Scope, Send
 
     from asgi_router.extraction import CompletionRequest
-    from asgi_router.scheduling.state import WorkerState
     from asgi_router.settings import RouterSettings
+    from asgi_router.worker import Worker
 
 ERROR_GRACE = 5.0
 """Seconds that a client may take to accept an error. Nobody listens for its leaving meanwhile."""
@@ -75,7 +80,15 @@ class Router:
     ) -> None:
         self.settings = settings
         capacity = settings.prefix_capacity_tokens * BYTES_PER_TOKEN // settings.prefix_block_bytes
-        self.workers = Registry(lambda: PrefixIndex(capacity, settings.prefix_ttl, clock))
+
+        def new_state(worker: Worker) -> WorkerState:
+            return WorkerState(
+                worker,
+                PrefixIndex(capacity, settings.prefix_ttl, clock),
+                Breaker(settings.breaker_failures, settings.breaker_cooldown, clock),
+            )
+
+        self.workers = Registry(new_state)
         for worker in settings.workers:
             self.workers.add(worker)
 
@@ -92,8 +105,18 @@ class Router:
         self._scheduler = Scheduler(policy, block_bytes=settings.prefix_block_bytes, max_blocks=capacity)
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
+        self._monitor = HealthMonitor(
+            self.workers,
+            self._transport,
+            path=settings.health_path,
+            interval=settings.health_interval,
+            timeout=settings.health_timeout,
+            failures=settings.health_failures,
+            successes=settings.health_successes,
+        )
         self._exchanges: set[Exchange] = set()
         self.users = 0
+        self._task_groups: dict[int, TaskGroup] = {}  # of `async with router`, by task
         self._draining = False
         self._idle: anyio.Event | None = None
 
@@ -109,15 +132,38 @@ class Router:
         )
 
     async def __aenter__(self) -> Self:
-        self.users += 1
+        self.enter()
+        tasks = anyio.create_task_group()
+        await tasks.__aenter__()
+        tasks.start_soon(self.watch_health)
+        self._task_groups[anyio.get_current_task().id] = tasks
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # Without the exception: it goes on as it is, and not in a group.
+        tasks = self._task_groups.pop(anyio.get_current_task().id)
+        tasks.cancel_scope.cancel()
+        try:
+            await tasks.__aexit__(None, None, None)
+        finally:
+            await self.leave()
+
+    def enter(self) -> None:
+        """Be one user more, for an owner that has a task group of its own for `watch_health`."""
+        self.users += 1
+
+    async def leave(self) -> None:
+        """Be one user less; the last one drains and closes the router."""
         self.users -= 1
         if not self.users:
             await self.aclose()
+
+    async def watch_health(self) -> None:
+        """Probe the workers' health until cancelled. Of several users only one does so at a time."""
+        if self.settings.health_interval:
+            await self._monitor.run()
 
     async def aclose(self) -> None:
         """Drain, then close the connections to the workers. A later request opens new ones."""
@@ -170,6 +216,8 @@ class Router:
         try:
             await self._answer(exchange, path)
         except RouterError as error:
+            if isinstance(error, WorkerError) and exchange.lease:
+                exchange.lease.state.breaker.failed()
             exchange.release()
             # No text of another library's exception: it may quote headers.
             level = logging.DEBUG if isinstance(error, InvalidRequest) else logging.WARNING
@@ -244,15 +292,18 @@ class Router:
                     idle_timeout=settings.idle_timeout,
                     send_timeout=settings.send_timeout,
                 )
+                if response.status_code < 500 and response.status_code != 429:
+                    lease.state.breaker.succeeded()
                 return
             except WorkerUnreachable:
-                # The worker has seen nothing of the request, so the lease may move on.
-                lease.release()
                 tried.add(lease.state)
                 others = self._scheduler.candidates(self.workers, request, exclude=tried)
                 if not others or len(tried) > settings.retry_attempts:
                     raise
 
+                # The worker has seen nothing of the request, so the lease may move on.
+                lease.state.breaker.failed()
+                lease.release()
                 logger.warning("%s: no connection, trying another worker", url)
 
     def _upstream_request(self, scope: Scope, worker_url: str, path: str, body: bytes) -> httpx.Request:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from asgi_router.scheduling.breaker import BreakerState
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.worker import Role
 
@@ -28,6 +29,7 @@ class WorkerStats:
     """Blocks that the router believes to be in the worker's prefix cache."""
     healthy: bool
     draining: bool
+    breaker: BreakerState
 
     @classmethod
     def of(cls, state: WorkerState) -> WorkerStats:
@@ -42,6 +44,7 @@ class WorkerStats:
             prefix_blocks=len(state.prefixes),
             healthy=state.healthy,
             draining=state.draining,
+            breaker=state.breaker.state,
         )
 
 

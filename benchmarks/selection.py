@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from asgi_router import RouterSettings, Worker
 from asgi_router.extraction import extract
 from asgi_router.prefix_key import BYTES_PER_TOKEN, chat_key
+from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
 from asgi_router.scheduling.prefix_index import PrefixIndex, block_hashes
 from asgi_router.scheduling.scheduler import Scheduler
@@ -104,7 +105,10 @@ class Fleet:
 
     def __init__(self, size: int, rng: random.Random) -> None:
         capacity = SETTINGS.prefix_capacity_tokens
-        self.states = [WorkerState(Worker(url=f"http://w{at}"), index_of(capacity)) for at in range(size)]
+        self.states = [
+            WorkerState(Worker(url=f"http://w{at}"), index_of(capacity), Breaker(5, 10.0, time.monotonic))
+            for at in range(size)
+        ]
         self.scheduler = Scheduler(POLICIES[SETTINGS.policy](PolicyOptions(), rng), block_bytes=BLOCK_BYTES)
         # Three times over, or the tables would have the good shape of new ones.
         for _ in range(3 * capacity * BYTES_PER_TOKEN // 8_000):

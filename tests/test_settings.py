@@ -31,6 +31,13 @@ DEFAULTS: dict[str, object] = {
     "decision_headers": False,
     "drain_timeout": 30.0,
     "retry_attempts": 2,
+    "health_path": "/health",
+    "health_interval": 5.0,
+    "health_timeout": 5.0,
+    "health_failures": 3,
+    "health_successes": 2,
+    "breaker_failures": 5,
+    "breaker_cooldown": 10.0,
     "prefix_block_bytes": 512,
     "prefix_capacity_tokens": 250_000,
     "prefix_ttl": 1800.0,
@@ -42,18 +49,26 @@ DEFAULTS: dict[str, object] = {
     "cache_aware_balance_rel": 0.5,
     "waiting_weight": 1.0,
 }
-POSITIVE = ("connect_timeout", "prefix_ttl", "prefill_cost_miss_weight", "prefill_cost_batch_offset")
+POSITIVE = (
+    "connect_timeout",
+    "health_timeout",
+    "breaker_cooldown",
+    "prefix_ttl",
+    "prefill_cost_miss_weight",
+    "prefill_cost_batch_offset",
+)
 OPTIONAL = ("first_byte_timeout", "idle_timeout", "send_timeout")
 NOT_NEGATIVE = (
     "keepalive_expiry",
     "drain_timeout",
+    "health_interval",
     "cache_aware_hit_weight",
     "cache_aware_load_weight",
     "waiting_weight",
 )
 FLOATS = (*POSITIVE, *OPTIONAL, *NOT_NEGATIVE, "cache_aware_balance_rel")
-COUNTS = ("retry_attempts", "prefix_capacity_tokens", "cache_aware_balance_abs")
-INTEGERS = (*COUNTS, "max_body_bytes", "prefix_block_bytes")
+COUNTS = ("retry_attempts", "breaker_failures", "prefix_capacity_tokens", "cache_aware_balance_abs")
+INTEGERS = (*COUNTS, "max_body_bytes", "health_failures", "health_successes", "prefix_block_bytes")
 
 
 def variable(field: str) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asgi_router.scheduling.state import WorkerState
 from asgi_router.worker import normalise_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from asgi_router.scheduling.prefix_index import PrefixIndex
+    from asgi_router.scheduling.state import WorkerState
     from asgi_router.worker import Worker
 
 
@@ -18,11 +17,11 @@ class Registry:
     """The workers of one router, in the order in which they came; each URL once.
 
     Args:
-        new_index: makes the empty prefix index of a worker that joins.
+        new_state: makes the state of a worker that joins: counters at zero, no prefix blocks, breaker closed.
     """
 
-    def __init__(self, new_index: Callable[[], PrefixIndex]) -> None:
-        self._new_index = new_index
+    def __init__(self, new_state: Callable[[Worker], WorkerState]) -> None:
+        self._new_state = new_state
         self._states: dict[str, WorkerState] = {}  # never changed, only replaced: another thread may be reading it
 
     def __iter__(self) -> Iterator[WorkerState]:
@@ -38,21 +37,35 @@ class Registry:
         return f"<Registry {list(self)!r}>"
 
     def add(self, worker: Worker) -> WorkerState:
-        """Let a worker join, with counters at zero and no prefix blocks.
+        """Let a worker join.
 
         A worker with the same URL is replaced: its requests in flight end on the old state.
         """
-        state = WorkerState(worker, self._new_index())
+        state = self._new_state(worker)
         self._states = {url: old for url, old in self._states.items() if url != worker.url} | {worker.url: state}
         return state
 
-    def remove(self, url: str) -> None:
-        """Let a worker leave: it gets no new requests, those in flight go on.
+    def get(self, url: str) -> WorkerState:
+        """Return the worker with this URL.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._states[normalise_url(url)]
+
+    def drain(self, url: str, *, draining: bool = True) -> None:
+        """Give a worker no new requests; those in flight go on. `draining=False` takes it back.
 
         Raises:
             KeyError: there is no worker with this URL.
         """
-        url = normalise_url(url)
-        if url not in self._states:
-            raise KeyError(url)
+        self.get(url).draining = draining
+
+    def remove(self, url: str) -> None:
+        """Let a worker leave: it gets no new requests, those in flight go on, its prefix blocks are forgotten.
+
+        Raises:
+            KeyError: there is no worker with this URL.
+        """
+        url = self.get(url).worker.url
         self._states = {known: state for known, state in self._states.items() if known != url}

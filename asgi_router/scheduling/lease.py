@@ -30,6 +30,7 @@ class Lease:
     __slots__ = (
         "_blocks",
         "_prefilled",
+        "_probe",
         "_released",
         "_waiting",
         "prefill_tokens",
@@ -45,6 +46,7 @@ class Lease:
         self._waiting = True
         self._prefilled = False
         self._released = False
+        self._probe = state.breaker.enter()
 
         state.requests += 1
         state.prefill_tokens += self.prefill_tokens
@@ -60,6 +62,8 @@ class Lease:
         if self._waiting:
             self._prefilled = prefilled
             self._stop_waiting()
+            if self._probe:
+                self.state.breaker.succeeded()
 
     def release(self) -> None:
         """Give back both counters, the place in the queue and the pinned blocks."""
@@ -68,6 +72,8 @@ class Lease:
 
         self._released = True
         self._stop_waiting()
+        if self._probe:
+            self.state.breaker.leave()
         self.state.requests -= 1
         self.state.prefill_tokens -= self.prefill_tokens
         self.state.prefixes.unpin(self._blocks, prefilled=self._prefilled)

@@ -63,9 +63,14 @@ class Scheduler:
         *,
         exclude: Collection[WorkerState] = (),
     ) -> list[WorkerState]:
-        """Return the workers that `select` would choose among."""
-        return [
+        """Return the workers that `select` would choose among.
+
+        A worker whose circuit breaker is open is passed over, unless there are no others: any try is better than
+        none.
+        """
+        able = [
             worker
             for worker in workers
             if worker.healthy and not worker.draining and worker.serves(request.model) and worker not in exclude
         ]
+        return [worker for worker in able if worker.breaker.admits] or able

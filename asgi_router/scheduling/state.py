@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asgi_router.scheduling.breaker import BreakerState
+
 if TYPE_CHECKING:
+    from asgi_router.scheduling.breaker import Breaker
     from asgi_router.scheduling.prefix_index import PrefixIndex
     from asgi_router.worker import Worker
 
@@ -22,6 +25,7 @@ class WorkerState:
 
     worker: Worker
     prefixes: PrefixIndex
+    breaker: Breaker
     requests: int = 0
     """Requests in flight."""
     prefill_tokens: int = 0
@@ -31,7 +35,11 @@ class WorkerState:
     pending_prefill_tokens: int = 0
     """The queue: uncached prompt tokens of the waiting requests."""
     healthy: bool = True
+    """False: it failed its health probes, and gets no new requests."""
     draining: bool = False
+    """True: it gets no new requests; those in flight go on."""
+    probes_against: int = 0
+    """Health probes in a row that say the opposite of `healthy`."""
 
     def serves(self, model: str) -> bool:
         """Tell whether a request for `model` may come here; one that names none may come to any worker."""
@@ -39,6 +47,7 @@ class WorkerState:
 
     def __repr__(self) -> str:
         flags = ("" if self.healthy else ", unhealthy") + (", draining" if self.draining else "")
+        flags += "" if self.breaker.state is BreakerState.CLOSED else f", breaker {self.breaker.state}"
         return (
             f"<WorkerState {self.worker.url} {self.worker.role.value}: {self.requests} requests, "
             f"{self.prefill_tokens} prefill tokens, {self.pending_prefill_tokens} pending{flags}, {self.prefixes!r}>"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asgi_router.extraction import CompletionRequest
 from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.prompt import Prompt
 from asgi_router.scheduling.state import WorkerState
@@ -51,11 +52,17 @@ def worker(
     return WorkerState(
         Worker(url=f"http://{name}", models=models),
         new_index(capacity, clock=clock),
+        Breaker(0, 1.0, clock or Clock()),
         requests=requests,
         prefill_tokens=prefill_tokens,
         waiting_requests=waiting_requests,
         pending_prefill_tokens=pending_prefill_tokens,
     )
+
+
+def fresh_state(described: Worker) -> WorkerState:
+    """Return the state of a worker that has just joined."""
+    return WorkerState(described, new_index(), Breaker(0, 1.0, Clock()))
 
 
 def fleet(names: str, *, capacity: int = 1_000) -> list[WorkerState]:

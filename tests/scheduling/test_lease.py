@@ -13,7 +13,7 @@ import asgi_router
 from asgi_router.fleet.registry import Registry
 from asgi_router.scheduling.lease import Lease
 from asgi_router.worker import Worker
-from tests.scheduling.builders import counters, fleet, new_index, prompt, warm, worker
+from tests.scheduling.builders import counters, fleet, fresh_state, prompt, warm, worker
 
 COUNTERS = {"requests", "prefill_tokens", "waiting_requests", "pending_prefill_tokens"}
 TOKENS = prompt("ABCD").tokens  # 65: four blocks of 16, and the byte behind them
@@ -127,7 +127,7 @@ def test_a_prompt_that_was_recorded_in_part_is_given_back_in_part() -> None:
 
 def test_f42_release_is_on_the_object_that_was_counted() -> None:
     """F-42, llm-d-router#1739: a worker leaves and comes back; the old request's end takes nothing from the new."""
-    registry = Registry(new_index)
+    registry = Registry(fresh_state)
     old_state = registry.add(Worker(url="http://a"))
     old = Lease(old_state, prompt("ABCD"))
     registry.remove("http://a")
@@ -208,7 +208,7 @@ def counter_writes(tree: ast.AST) -> set[str]:
                 # A name that is computed may be any of them.
                 found |= {str(name_node.value)} if isinstance(name_node, ast.Constant) else COUNTERS
             case ast.Call(func=ast.Name(id="WorkerState" | "replace"), args=args, keywords=keywords):
-                found |= COUNTERS if len(args) > 2 else set()
+                found |= COUNTERS if len(args) > 3 else set()
                 found |= {keyword.arg for keyword in keywords if keyword.arg}
 
     return found & COUNTERS
@@ -224,9 +224,9 @@ def counter_writes(tree: ast.AST) -> set[str]:
         ("setattr(state, 'requests', 1)", True),
         ("setattr(state, name, 1)", True),
         ("object.__setattr__(state, 'prefill_tokens', 1)", True),
-        ("WorkerState(worker, index, requests=1)", True),
-        ("WorkerState(worker, index, 1)", True),
-        ("WorkerState(worker, index)", False),
+        ("WorkerState(worker, index, breaker, requests=1)", True),
+        ("WorkerState(worker, index, breaker, 1)", True),
+        ("WorkerState(worker, index, breaker)", False),
         ("WorkerStats(requests=state.requests)", False),
         ("requests = state.requests", False),
         ("state.healthy = False", False),

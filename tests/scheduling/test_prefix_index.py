@@ -9,7 +9,18 @@ from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.prefix_index import PrefixIndex, block_hashes
 from asgi_router.scheduling.prompt import Prompt
 from asgi_router.worker import Worker
-from tests.scheduling.builders import BLOCK_BYTES, TTL, Clock, fleet, new_index, prompt, request, warm, worker
+from tests.scheduling.builders import (
+    BLOCK_BYTES,
+    TTL,
+    Clock,
+    fleet,
+    fresh_state,
+    new_index,
+    prompt,
+    request,
+    warm,
+    worker,
+)
 
 
 def blocks(letters: str) -> tuple[int, ...]:
@@ -172,7 +183,7 @@ def test_f62_the_deepest_holder_is_not_the_only_one() -> None:
 
 def test_f65_a_worker_that_leaves_takes_its_blocks_along() -> None:
     """F-65: a worker that was removed or is registered anew starts without blocks, and the others keep theirs."""
-    registry = Registry(new_index)
+    registry = Registry(fresh_state)
     first = registry.add(Worker(url="http://a"))
     warm(first, "AB")
     other = registry.add(Worker(url="http://other"))

@@ -1,0 +1,108 @@
+"""Owns the active health probes: who is asked, how often, and when a worker counts as healthy.
+
+A probe never touches a counter, and never removes a worker: an unhealthy one gets no new requests, and gets them
+again when it has recovered.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import anyio
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from asgi_router.scheduling.state import WorkerState
+
+logger = logging.getLogger("asgi_router")
+
+
+class HealthMonitor:
+    """Probes workers by `GET` on a path of theirs.
+
+    Any answer below 500 is healthy: 401 and 403 come from a worker that wants a key, 404 from one without the path.
+
+    Args:
+        workers: the fleet, iterated anew for each round.
+        transport: how probes reach the workers.
+        path: what is asked for, below a worker's URL.
+        interval: seconds from the end of one round to the next; the first one is that long after the start.
+        timeout: seconds that a probe may take; then it counts as failed.
+        failures: how many in a row make a healthy worker unhealthy.
+        successes: how many in a row make an unhealthy one healthy.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[WorkerState],
+        transport: httpx.AsyncBaseTransport,
+        *,
+        path: str,
+        interval: float,
+        timeout: float,
+        failures: int,
+        successes: int,
+    ) -> None:
+        self._workers = workers
+        self._transport = transport
+        self._path = path
+        self._interval = interval
+        self._timeout = timeout
+        self._failures = failures
+        self._successes = successes
+        self._runner: object | None = None
+
+    async def run(self) -> None:
+        """Probe the fleet until cancelled. One round has ended before the next begins.
+
+        It may run several times at once, once for each app that shares a router: one of them does the probing, and
+        when that ends another one takes over.
+        """
+        me = object()
+        try:
+            while True:
+                await anyio.sleep(self._interval)
+                self._runner = self._runner or me
+                if self._runner is me:
+                    await self.probe_all()
+        finally:
+            if self._runner is me:
+                self._runner = None
+
+    async def probe_all(self) -> None:
+        """Probe each worker once, all at the same time."""
+        async with anyio.create_task_group() as tasks:
+            for state in self._workers:
+                tasks.start_soon(self._probe, state)
+
+    async def _probe(self, state: WorkerState) -> None:
+        alive = False
+        with anyio.move_on_after(self._timeout):
+            alive = await self._answers(state.worker.url)
+        self._note(state, alive)
+
+    async def _answers(self, url: str) -> bool:
+        timeouts = {"connect": self._timeout, "read": self._timeout, "write": self._timeout, "pool": None}
+        request = httpx.Request("GET", url + self._path, extensions={"timeout": timeouts})
+        try:
+            response = await self._transport.handle_async_request(request)
+            try:
+                return response.status_code < 500
+            finally:
+                # Unread, so that this costs a connection: cheaper than a body of any length from a sick worker.
+                with anyio.move_on_after(self._timeout, shield=True):
+                    await response.aclose()
+        except Exception as exc:
+            logger.debug("%s: probe failed (%s)", url, type(exc).__name__)
+            return False
+
+    def _note(self, state: WorkerState, alive: bool) -> None:
+        # Consecutive results like this one; a result like the present state of the worker starts anew.
+        state.probes_against = 0 if alive == state.healthy else state.probes_against + 1
+        if state.probes_against >= (self._failures if state.healthy else self._successes):
+            state.healthy = not state.healthy
+            state.probes_against = 0
+            logger.warning("%s: %s", state.worker.url, "healthy again" if state.healthy else "unhealthy")

@@ -1,0 +1,93 @@
+"""Owns the circuit breaker of one worker: keep requests away while its connections fail, and try again soon.
+
+1. Closed: requests come. `failures` failures in a row, with no whole answer between them, open it.
+2. Open: no requests come, for `cooldown` seconds.
+3. Half-open: one request is let in as a probe. Its first byte closes the breaker, its failure opens it anew. If
+   it ends without either (the client left, say) the next one is the probe.
+
+Failures are those of the connection: refused, reset, timed out, no HTTP. What a worker answers is no failure: 4xx
+is the client's, 429 and 503 say that it is busy, and any 5xx that it is there.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class BreakerState(enum.StrEnum):
+    """Whether requests may come."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """The circuit breaker of one worker.
+
+    Args:
+        failures: how many in a row open it; 0 never does.
+        cooldown: seconds that it stays open.
+        clock: monotonic seconds.
+    """
+
+    __slots__ = ("_clock", "_cooldown", "_failures", "_failures_to_open", "_opened", "_probing")
+
+    def __init__(self, failures: int, cooldown: float, clock: Callable[[], float]) -> None:
+        self._failures_to_open = failures
+        self._cooldown = cooldown
+        self._clock = clock
+        self._failures = 0
+        self._opened: float | None = None  # when
+        self._probing = False
+
+    def __repr__(self) -> str:
+        return f"<Breaker {self.state}, {self._failures} failures>"
+
+    @property
+    def state(self) -> BreakerState:
+        """Where it stands now."""
+        if self._opened is None:
+            return BreakerState.CLOSED
+
+        return BreakerState.OPEN if self._clock() - self._opened < self._cooldown else BreakerState.HALF_OPEN
+
+    @property
+    def admits(self) -> bool:
+        """Whether a request may come now."""
+        return self._opened is None or (not self._probing and self.state is BreakerState.HALF_OPEN)
+
+    def enter(self) -> bool:
+        """Note that a request comes; return whether it is the probe, and so has to `leave`."""
+        if self._opened is None or not self.admits:
+            return False
+
+        self._probing = True
+        return True
+
+    def leave(self) -> None:
+        """Note that the probe has ended, with or without a result."""
+        self._probing = False
+
+    def failed(self) -> None:
+        """Note a failure of the connection."""
+        self._failures += 1
+        if self._opened is not None or 0 < self._failures_to_open <= self._failures:
+            self._opened = self._clock()
+
+    def succeeded(self) -> None:
+        """Note a whole answer, or the first byte of the probe's."""
+        self._failures = 0
+        self._opened = None
+
+    def open(self) -> None:
+        """Open it by hand, for one cool-down."""
+        self._opened = self._clock()
+
+    def close(self) -> None:
+        """Close it by hand."""
+        self.succeeded()

@@ -1,0 +1,1 @@
+"""Tests of the fleet: who the workers are, and how they are."""

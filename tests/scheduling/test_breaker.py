@@ -1,0 +1,146 @@
+"""Owns the circuit breaker: when it opens, how one probe closes it, and that nothing gets lost in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from asgi_router.scheduling.breaker import Breaker, BreakerState
+from asgi_router.scheduling.lease import Lease
+from tests.scheduling.builders import Clock, fleet, prompt, request, text
+from tests.scheduling.test_scheduler import new_scheduler
+
+COOLDOWN = 10.0
+
+
+def new_breaker(clock: Clock, failures: int = 3) -> Breaker:
+    """Return a closed breaker that opens after three failures."""
+    return Breaker(failures, COOLDOWN, clock)
+
+
+def opened(clock: Clock) -> Breaker:
+    """Return a breaker that has just opened."""
+    breaker = new_breaker(clock)
+    for _ in range(3):
+        breaker.failed()
+    return breaker
+
+
+def test_failures_in_a_row_open_it() -> None:
+    """The third of three failures in a row opens it; a whole answer between them starts the count anew."""
+    breaker = new_breaker(Clock())
+    for _ in range(5):
+        breaker.failed()
+        breaker.failed()
+        breaker.succeeded()
+    assert (breaker.state, breaker.admits) == (BreakerState.CLOSED, True)
+
+    breaker.failed()
+    breaker.failed()
+    assert breaker.admits
+    breaker.failed()
+    assert (breaker.state, breaker.admits) == (BreakerState.OPEN, False)
+
+
+def test_zero_failures_never_open_it() -> None:
+    """A breaker can be switched off."""
+    breaker = new_breaker(Clock(), failures=0)
+    for _ in range(100):
+        breaker.failed()
+    assert breaker.admits
+
+
+def test_after_the_cooldown_one_probe_is_let_in() -> None:
+    """Half-open admits one request at a time, not all that wait."""
+    clock = Clock()
+    breaker = opened(clock)
+    clock.now += COOLDOWN - 1
+    assert not breaker.admits
+    clock.now += 1
+    assert (breaker.state, breaker.admits) == (BreakerState.HALF_OPEN, True)
+    assert breaker.enter()
+    assert not breaker.admits
+    assert not breaker.enter()
+
+
+def test_probe_succeeds() -> None:
+    """The probe's success closes it for all."""
+    clock = Clock()
+    breaker = opened(clock)
+    clock.now += COOLDOWN
+    breaker.enter()
+    breaker.succeeded()
+    breaker.leave()
+    assert (breaker.state, breaker.admits) == (BreakerState.CLOSED, True)
+    breaker.failed()
+    assert breaker.admits
+
+
+def test_probe_fails() -> None:
+    """The probe's failure opens it for another cool-down."""
+    clock = Clock()
+    breaker = opened(clock)
+    clock.now += COOLDOWN
+    breaker.enter()
+    breaker.failed()
+    breaker.leave()
+    assert breaker.state is BreakerState.OPEN
+    clock.now += COOLDOWN
+    assert breaker.admits
+
+
+def test_probe_that_ends_without_a_result_makes_room_for_the_next() -> None:
+    """A client that leaves during the probe can't keep the breaker half-open for ever (sglang#31206)."""
+    clock = Clock()
+    breaker = opened(clock)
+    clock.now += COOLDOWN
+    breaker.enter()
+    breaker.leave()
+    assert (breaker.state, breaker.admits) == (BreakerState.HALF_OPEN, True)
+
+
+def test_by_hand() -> None:
+    """Its state can be set as well as read (litellm#25504)."""
+    breaker = new_breaker(Clock())
+    breaker.open()
+    assert breaker.state is BreakerState.OPEN
+    breaker.close()
+    assert (breaker.state, breaker.admits) == (BreakerState.CLOSED, True)
+
+
+@pytest.mark.parametrize("ending", ["first byte", "released", "failed"])
+def test_lease_is_the_probe(ending: str) -> None:
+    """The request that is let in holds the probe's place for as long as its lease, and not longer."""
+    clock = Clock()
+    (state,) = fleet("a")
+    state.breaker = opened(clock)
+    clock.now += COOLDOWN
+    lease = Lease(state, prompt("ABCD"))
+    assert not state.breaker.admits
+    if ending == "first byte":
+        lease.first_byte(prefilled=True)
+        assert state.breaker.state is BreakerState.CLOSED
+    elif ending == "failed":
+        state.breaker.failed()
+    lease.release()
+    lease.release()
+    assert state.breaker.admits == (ending != "failed")
+
+
+def test_scheduler_passes_over_an_open_breaker() -> None:
+    """Also a warm cache doesn't attract requests to a worker that can't be reached (Infera#82)."""
+    broken, sound = states = fleet("ab")
+    scheduler = new_scheduler()
+    Lease(broken, prompt("ABCD")).first_byte(prefilled=True)
+    broken.breaker = opened(Clock())
+    assert scheduler.select(states, request(text("ABCD"))).state is sound
+
+
+def test_any_try_is_better_than_none() -> None:
+    """With every breaker open a request is still tried (litellm#3646)."""
+    states = fleet("ab")
+    for state in states:
+        state.breaker = opened(Clock())
+    assert new_scheduler().select(states, request("x")).state in states
+    sound, broken = fleet("cd")
+    broken.breaker = opened(Clock())
+    assert new_scheduler().select([sound, broken], request("x"), exclude=[sound]).state is broken
