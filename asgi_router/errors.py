@@ -60,6 +60,26 @@ class NoWorker(RouterError):
     headers = ((b"retry-after", str(RETRY_AFTER).encode()),)
 
 
+class AllBusy(NoWorker):
+    """Nobody's fault: every worker that could take the request has as many as it may have."""
+
+    code = "all_workers_busy"
+
+
+class QueueFull(AllBusy):
+    """Nobody's fault: the workers are busy, and as many requests are waiting as may wait."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class QueueTimeout(AllBusy):
+    """Nobody's fault: no place became free within `QUEUE_TIMEOUT`."""
+
+    code = "queue_timeout"
+
+
 class ShuttingDown(NoWorker):
     """Nobody's fault: the router takes no new requests, or the time to finish this one is over."""
 

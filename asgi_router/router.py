@@ -11,6 +11,7 @@ import anyio
 import httpx
 from anyio.lowlevel import checkpoint
 
+from asgi_router.admission import Admission
 from asgi_router.client import Client, ClientGone
 from asgi_router.errors import (
     InvalidRequest,
@@ -88,10 +89,7 @@ class Router:
                 Breaker(settings.breaker_failures, settings.breaker_cooldown, clock),
             )
 
-        self.workers = Registry(new_state)
-        for worker in settings.workers:
-            self.workers.add(worker)
-
+        self.workers = Registry(new_state, on_change=lambda: self._admission.serve_waiting())
         options = PolicyOptions(
             prefill_cost_miss_weight=settings.prefill_cost_miss_weight,
             prefill_cost_batch_offset=settings.prefill_cost_batch_offset,
@@ -102,7 +100,19 @@ class Router:
             waiting_weight=settings.waiting_weight,
         )
         policy = POLICIES[settings.policy](options, rng or random.Random())
-        self._scheduler = Scheduler(policy, block_bytes=settings.prefix_block_bytes, max_blocks=capacity)
+        self._scheduler = Scheduler(
+            policy,
+            block_bytes=settings.prefix_block_bytes,
+            max_blocks=capacity,
+            max_concurrent=settings.max_concurrent_per_worker,
+            on_release=lambda: self._admission.serve_waiting(),
+        )
+        self._admission = Admission(
+            self._scheduler, self.workers, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout
+        )
+        for worker in settings.workers:
+            self.workers.add(worker)
+
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
         self._monitor = HealthMonitor(
@@ -113,6 +123,7 @@ class Router:
             timeout=settings.health_timeout,
             failures=settings.health_failures,
             successes=settings.health_successes,
+            on_change=lambda: self._admission.serve_waiting(),
         )
         self._exchanges: set[Exchange] = set()
         self.users = 0
@@ -278,7 +289,7 @@ class Router:
         settings = self.settings
         tried: set[WorkerState] = set()
         while True:
-            lease = exchange.lease = self._scheduler.select(self.workers, request, exclude=tried)
+            lease = exchange.lease = await self._admission.acquire(request, exclude=tried)
             url = lease.state.worker.url
             try:
                 upstream_request = self._upstream_request(exchange.client.scope, url, path, body)
@@ -297,7 +308,7 @@ class Router:
                 return
             except WorkerUnreachable:
                 tried.add(lease.state)
-                others = self._scheduler.candidates(self.workers, request, exclude=tried)
+                others = self._scheduler.able(self.workers, request, exclude=tried)
                 if not others or len(tried) > settings.retry_attempts:
                     raise
 

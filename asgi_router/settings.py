@@ -188,6 +188,7 @@ NotNegative = Annotated[_Finite, Field(ge=0)]
 Share = Annotated[_Finite, Field(ge=0, le=1)]
 OptionalSeconds = Annotated[Positive | None, BeforeValidator(_none)]
 PositiveInt = Annotated[_Int, Field(gt=0)]
+OptionalCount = Annotated[PositiveInt | None, BeforeValidator(_none)]
 Count = Annotated[_Int, Field(ge=0)]
 BlockBytes = Annotated[_Int, Field(ge=64, le=65536)]
 
@@ -255,6 +256,9 @@ class RouterSettings(BaseSettings):
     decision_headers: bool = Field(False, description="Whether answers name the worker that was chosen.")
     drain_timeout: NotNegative = Field(30.0, description="Seconds to wait for running requests at shutdown.")
     retry_attempts: Count = Field(2, description="Further workers tried when one can't be connected to.")
+    max_concurrent_per_worker: OptionalCount = Field(None, description="Requests in flight per worker, or none.")
+    queue_size: Count = Field(100, description="Requests that may wait for a place.")
+    queue_timeout: Positive = Field(30.0, description="Seconds that a request may wait for a place.")
     health_path: _Path = Field("/health", description="What a health probe asks a worker for.")
     health_interval: NotNegative = Field(5.0, description="Seconds between two rounds of probes; 0: none.")
     health_timeout: Positive = Field(5.0, description="Seconds that a probe may take.")

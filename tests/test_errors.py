@@ -9,10 +9,13 @@ import pytest
 
 from asgi_router import errors
 from asgi_router.errors import (
+    AllBusy,
     AnswerCut,
     BodyTooLarge,
     InvalidRequest,
     NoWorker,
+    QueueFull,
+    QueueTimeout,
     RouterError,
     ShuttingDown,
     UnknownModel,
@@ -33,6 +36,9 @@ ANSWERS: list[tuple[type[RouterError], int, str, str, str | None, tuple[tuple[by
     (BodyTooLarge, 413, "invalid_request_error", "request_too_large", None, ()),
     (UnknownModel, 404, "invalid_request_error", "model_not_found", "model", ()),
     (NoWorker, 503, "service_unavailable_error", "no_worker_available", None, RETRY),
+    (AllBusy, 503, "service_unavailable_error", "all_workers_busy", None, RETRY),
+    (QueueFull, 429, "rate_limit_error", "queue_full", None, RETRY),
+    (QueueTimeout, 503, "service_unavailable_error", "queue_timeout", None, RETRY),
     (ShuttingDown, 503, "service_unavailable_error", "shutting_down", None, RETRY),
     (WorkerError, 502, "upstream_error", "worker_failed", None, ()),
     (WorkerUnreachable, 502, "upstream_error", "worker_unreachable", None, ()),
@@ -79,11 +85,11 @@ def test_every_error_has_a_code_of_its_own() -> None:
 
 
 def test_the_type_says_whose_fault_it_was() -> None:
-    """The client's faults are 4xx, the workers' and ours are 5xx; only 503 asks to come back."""
+    """The client's faults are 4xx, the workers' and ours are 5xx; only 503 and 429 ask to come back."""
     for error in family(RouterError):
-        assert (400 <= error.status < 500) == issubclass(error, InvalidRequest)
+        assert (400 <= error.status < 500 and error.status != 429) == issubclass(error, InvalidRequest)
         assert (error.status in (502, 504)) == issubclass(error, WorkerError)
-        assert (error.status == 503) == issubclass(error, NoWorker) == bool(error.headers)
+        assert (error.status in (429, 503)) == issubclass(error, NoWorker) == bool(error.headers)
 
 
 def test_retry_after_is_a_number_of_seconds() -> None:

@@ -31,6 +31,9 @@ DEFAULTS: dict[str, object] = {
     "decision_headers": False,
     "drain_timeout": 30.0,
     "retry_attempts": 2,
+    "max_concurrent_per_worker": None,
+    "queue_size": 100,
+    "queue_timeout": 30.0,
     "health_path": "/health",
     "health_interval": 5.0,
     "health_timeout": 5.0,
@@ -51,6 +54,7 @@ DEFAULTS: dict[str, object] = {
 }
 POSITIVE = (
     "connect_timeout",
+    "queue_timeout",
     "health_timeout",
     "breaker_cooldown",
     "prefix_ttl",
@@ -58,6 +62,7 @@ POSITIVE = (
     "prefill_cost_batch_offset",
 )
 OPTIONAL = ("first_byte_timeout", "idle_timeout", "send_timeout")
+OPTIONAL_COUNTS = ("max_concurrent_per_worker",)
 NOT_NEGATIVE = (
     "keepalive_expiry",
     "drain_timeout",
@@ -67,7 +72,7 @@ NOT_NEGATIVE = (
     "waiting_weight",
 )
 FLOATS = (*POSITIVE, *OPTIONAL, *NOT_NEGATIVE, "cache_aware_balance_rel")
-COUNTS = ("retry_attempts", "breaker_failures", "prefix_capacity_tokens", "cache_aware_balance_abs")
+COUNTS = ("retry_attempts", "queue_size", "breaker_failures", "prefix_capacity_tokens", "cache_aware_balance_abs")
 INTEGERS = (*COUNTS, "max_body_bytes", "health_failures", "health_successes", "prefix_block_bytes")
 
 
@@ -292,14 +297,16 @@ def test_zero_is_accepted_where_it_disables(field: str) -> None:
     assert getattr(RouterSettings(**{field: 0}), field) == 0
 
 
-@pytest.mark.parametrize("field", OPTIONAL)
+@pytest.mark.parametrize("field", [*OPTIONAL, *OPTIONAL_COUNTS])
 @pytest.mark.parametrize("value", [None, "none", "NULL"])
-def test_optional_timeouts_can_be_none(field: str, value: object) -> None:
-    """A time-out that may be missing takes None, and its name as text."""
+def test_optional_numbers_can_be_none(field: str, value: object) -> None:
+    """A limit that may be missing takes None, and its name as text."""
     assert getattr(RouterSettings(**{field: value}), field) is None
 
 
-@pytest.mark.parametrize("field", sorted(set(DEFAULTS) - set(OPTIONAL) - {"workers", "paths", "mode", "policy"}))
+@pytest.mark.parametrize(
+    "field", sorted(set(DEFAULTS) - {*OPTIONAL, *OPTIONAL_COUNTS} - {"workers", "paths", "mode", "policy"})
+)
 @pytest.mark.parametrize("value", [None, "none"])
 def test_other_numbers_cannot_be_none(field: str, value: object) -> None:
     """No other number or switch can be missing; connecting in particular always has a limit."""

@@ -13,7 +13,7 @@ import anyio
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from asgi_router.scheduling.state import WorkerState
 
@@ -33,6 +33,7 @@ class HealthMonitor:
         timeout: seconds that a probe may take; then it counts as failed.
         failures: how many in a row make a healthy worker unhealthy.
         successes: how many in a row make an unhealthy one healthy.
+        on_change: called after a worker has become healthy or unhealthy.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class HealthMonitor:
         timeout: float,
         failures: int,
         successes: int,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._workers = workers
         self._transport = transport
@@ -53,6 +55,7 @@ class HealthMonitor:
         self._timeout = timeout
         self._failures = failures
         self._successes = successes
+        self._on_change = on_change
         self._runner: object | None = None
 
     async def run(self) -> None:
@@ -106,3 +109,4 @@ class HealthMonitor:
             state.healthy = not state.healthy
             state.probes_against = 0
             logger.warning("%s: %s", state.worker.url, "healthy again" if state.healthy else "unhealthy")
+            self._on_change()

@@ -18,10 +18,14 @@ class Registry:
 
     Args:
         new_state: makes the state of a worker that joins: counters at zero, no prefix blocks, breaker closed.
+        on_change: called after the fleet has changed.
     """
 
-    def __init__(self, new_state: Callable[[Worker], WorkerState]) -> None:
+    def __init__(
+        self, new_state: Callable[[Worker], WorkerState], *, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         self._new_state = new_state
+        self._on_change = on_change
         self._states: dict[str, WorkerState] = {}  # never changed, only replaced: another thread may be reading it
 
     def __iter__(self) -> Iterator[WorkerState]:
@@ -43,6 +47,7 @@ class Registry:
         """
         state = self._new_state(worker)
         self._states = {url: old for url, old in self._states.items() if url != worker.url} | {worker.url: state}
+        self._on_change()
         return state
 
     def get(self, url: str) -> WorkerState:
@@ -60,6 +65,7 @@ class Registry:
             KeyError: there is no worker with this URL.
         """
         self.get(url).draining = draining
+        self._on_change()
 
     def remove(self, url: str) -> None:
         """Let a worker leave: it gets no new requests, those in flight go on, its prefix blocks are forgotten.
@@ -69,3 +75,4 @@ class Registry:
         """
         url = self.get(url).worker.url
         self._states = {known: state for known, state in self._states.items() if known != url}
+        self._on_change()

@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asgi_router.scheduling.prompt import Prompt
     from asgi_router.scheduling.state import WorkerState
 
@@ -29,6 +31,7 @@ class Lease:
 
     __slots__ = (
         "_blocks",
+        "_on_release",
         "_prefilled",
         "_probe",
         "_released",
@@ -38,8 +41,9 @@ class Lease:
         "uncached_tokens",
     )
 
-    def __init__(self, state: WorkerState, prompt: Prompt) -> None:
+    def __init__(self, state: WorkerState, prompt: Prompt, on_release: Callable[[], None] | None = None) -> None:
         self.state = state
+        self._on_release = on_release
         self.prefill_tokens = prompt.tokens
         self.uncached_tokens = prompt.uncached_tokens(state)
         self._blocks = prompt.blocks[: state.prefixes.pin(prompt.blocks)]
@@ -77,6 +81,8 @@ class Lease:
         self.state.requests -= 1
         self.state.prefill_tokens -= self.prefill_tokens
         self.state.prefixes.unpin(self._blocks, prefilled=self._prefilled)
+        if self._on_release is not None:
+            self._on_release()
 
     def _stop_waiting(self) -> None:
         if self._waiting:

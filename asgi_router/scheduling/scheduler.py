@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asgi_router.errors import NoWorker, UnknownModel
+from asgi_router.errors import AllBusy, NoWorker, UnknownModel
 from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.prompt import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from asgi_router.extraction import CompletionRequest
     from asgi_router.scheduling.policies import Policy
@@ -23,10 +23,22 @@ class Scheduler:
         policy: how to choose among the workers that may be chosen.
         block_bytes: size of a prefix block, in bytes of the prefix key.
         max_blocks: how many blocks of a prompt are looked at: no more than a worker's index can hold.
+        max_concurrent: how many requests a worker may have in flight; None: any number.
+        on_release: called after each release of a lease.
     """
 
-    def __init__(self, policy: Policy, *, block_bytes: int, max_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        block_bytes: int,
+        max_blocks: int | None = None,
+        max_concurrent: int | None = None,
+        on_release: Callable[[], None] | None = None,
+    ) -> None:
         self._policy = policy
+        self._max_concurrent = max_concurrent
+        self._on_release = on_release
         self._block_bytes = block_bytes
         self._max_blocks = max_blocks
 
@@ -45,32 +57,35 @@ class Scheduler:
 
         Raises:
             UnknownModel: there are workers, and all of them list models, but not this one.
+            AllBusy: those that could be chosen have as many requests as they may have.
             NoWorker: no worker can be chosen now.
         """
-        candidates = self.candidates(workers, request, exclude=exclude)
-        if not candidates:
+        able = self.able(workers, request, exclude=exclude)
+        if not able:
             if workers and not any(worker.serves(request.model) for worker in workers):
                 raise UnknownModel("No worker serves the requested model.")
             raise NoWorker("No worker is available for this request.")
 
-        prompt = Prompt(request, self._block_bytes, self._max_blocks)
-        return Lease(self._policy.choose(candidates, prompt), prompt)
+        # A worker with an open circuit breaker is passed over, unless there are no others: any try beats none.
+        candidates = [worker for worker in able if worker.breaker.admits] or able
+        if self._max_concurrent is not None:
+            candidates = [worker for worker in candidates if worker.requests < self._max_concurrent]
+            if not candidates:
+                raise AllBusy("All workers are busy.")
 
-    def candidates(
+        prompt = Prompt(request, self._block_bytes, self._max_blocks)
+        return Lease(self._policy.choose(candidates, prompt), prompt, self._on_release)
+
+    def able(
         self,
         workers: Collection[WorkerState],
         request: CompletionRequest,
         *,
         exclude: Collection[WorkerState] = (),
     ) -> list[WorkerState]:
-        """Return the workers that `select` would choose among.
-
-        A worker whose circuit breaker is open is passed over, unless there are no others: any try is better than
-        none.
-        """
-        able = [
+        """Return the workers that could take `request`, were they neither full nor out of reach."""
+        return [
             worker
             for worker in workers
             if worker.healthy and not worker.draining and worker.serves(request.model) and worker not in exclude
         ]
-        return [worker for worker in able if worker.breaker.admits] or able

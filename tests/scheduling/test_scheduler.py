@@ -54,7 +54,7 @@ def test_the_policy_is_offered_those_that_may_be_chosen() -> None:
     scheduler = Scheduler(spy, block_bytes=BLOCK_BYTES)
     lease = scheduler.select(states, request(text("AB"), model="m"), exclude={states[0]})
     assert spy.workers == [states[2], states[4], states[5]]
-    assert spy.workers == scheduler.candidates(states, request("", model="m"), exclude=[states[0]])
+    assert spy.workers == scheduler.able(states, request("", model="m"), exclude=[states[0]])
     assert lease.state is states[5]
 
 
@@ -113,7 +113,7 @@ def test_no_worker_is_not_an_unknown_model(why: str) -> None:
 def test_nothing_is_counted_without_a_lease() -> None:
     """Looking for candidates counts and records nothing."""
     states = fleet("ab")
-    new_scheduler().candidates(states, request(text("AB")))
+    new_scheduler().able(states, request(text("AB")))
     assert [(*counters(state), len(state.prefixes)) for state in states] == [(0, 0, 0, 0, 0)] * 2
 
 

@@ -1,0 +1,112 @@
+"""Owns the wait for a place: what happens to a request when every worker that could take it is full.
+
+It waits in a queue that is bounded in length and in time, and leaves it at once when its client does. A place that
+becomes free is handed over in the same step: the first request in the queue that it fits gets its lease there and
+then, so nobody who comes later can take it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import anyio
+
+from asgi_router.errors import AllBusy, QueueFull, QueueTimeout, RouterError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from asgi_router.extraction import CompletionRequest
+    from asgi_router.scheduling.lease import Lease
+    from asgi_router.scheduling.scheduler import Scheduler
+    from asgi_router.scheduling.state import WorkerState
+
+
+class _Waiter:
+    """One request in the queue, and what it was given."""
+
+    def __init__(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> None:
+        self.request = request
+        self.exclude = exclude
+        self.served = anyio.Event()
+        self.lease: Lease | None = None
+        self.error: RouterError | None = None
+
+
+class Admission:
+    """Gives requests their leases, and lets them wait for one.
+
+    Args:
+        scheduler: chooses a worker, or finds them all full.
+        workers: the fleet.
+        queue_size: how many requests may wait.
+        queue_timeout: seconds that one may wait.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, workers: Collection[WorkerState], *, queue_size: int, queue_timeout: float
+    ) -> None:
+        self._scheduler = scheduler
+        self._workers = workers
+        self._queue_size = queue_size
+        self._queue_timeout = queue_timeout
+        self._queue: deque[_Waiter] = deque()
+        self._serving = False
+
+    def __len__(self) -> int:
+        """How many requests are waiting."""
+        return len(self._queue)
+
+    async def acquire(self, request: CompletionRequest, *, exclude: Collection[WorkerState] = ()) -> Lease:
+        """Return a lease for `request`, now or when there is a place.
+
+        Nothing is awaited between the making of the lease and the return.
+
+        Raises:
+            QueueFull: too many requests are waiting.
+            QueueTimeout: no place became free in time.
+            NoWorker, UnknownModel: as `Scheduler.select`, also while waiting.
+        """
+        try:
+            return self._scheduler.select(self._workers, request, exclude=exclude)
+        except AllBusy as exc:
+            if len(self._queue) >= self._queue_size:
+                raise QueueFull("All workers are busy, and too many requests are waiting.") from exc
+
+        waiter = _Waiter(request, exclude)
+        self._queue.append(waiter)
+        try:
+            with anyio.move_on_after(self._queue_timeout):
+                await waiter.served.wait()
+            if waiter.error is not None:
+                raise waiter.error
+            if waiter.lease is None:
+                raise QueueTimeout("All workers are busy.")
+
+            lease, waiter.lease = waiter.lease, None
+            return lease
+        finally:
+            if not waiter.served.is_set():
+                self._queue.remove(waiter)
+            if waiter.lease is not None:  # it was handed over just as the client left
+                waiter.lease.release()
+
+    def serve_waiting(self) -> None:
+        """Hand free places to those who wait, in their order. To be called whenever a place may have become free."""
+        if self._serving or not self._queue:
+            return
+
+        self._serving = True  # a lease that is released meanwhile calls this again
+        try:
+            for waiter in list(self._queue):
+                try:
+                    waiter.lease = self._scheduler.select(self._workers, waiter.request, exclude=waiter.exclude)
+                except AllBusy:
+                    continue
+                except RouterError as exc:
+                    waiter.error = exc
+                self._queue.remove(waiter)
+                waiter.served.set()
+        finally:
+            self._serving = False
