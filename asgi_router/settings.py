@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, fi
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from asgi_router.worker import Role, Worker
+from asgi_router.worker_fields import read_names, read_number, read_role
 
 if TYPE_CHECKING:
     from pydantic import ValidationInfo
@@ -104,46 +105,17 @@ def _url(value: object) -> str:
     return value
 
 
-def _role(value: object) -> Role:
-    if isinstance(value, str) and value.strip().lower() in tuple(Role):
-        return Role(value.strip().lower())
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(Role):
-        return tuple(Role)[value]
-    raise ValueError("must be mixed, prefill or decode, or their numbers 0, 1 or 2")
-
-
-def _number(value: object) -> int | None:
-    """Read a port or a size. FastDeploy engines register a port they don't have as 0, "0" or ""."""
-    if value is None:
-        return None
-    if isinstance(value, str) and re.fullmatch("[0-9]{0,5}", value.strip()):
-        value = int(value.strip() or "0")
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
-        raise ValueError("must be a whole number from 1 to 65535, or 0 where there is none")
-    return value or None
-
-
-def _names(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise ValueError("must be a list")
-    if not all(isinstance(item, str | int) and not isinstance(item, bool) and item != "" for item in value):
-        raise ValueError("must be a list of names or whole numbers")
-    return tuple(str(item) for item in value)
-
-
 _WORKER_KEYS: dict[str, Callable[[object], object]] = {
     "url": _url,
-    "role": _role,
-    "models": _names,
-    "connector_port": _number,
-    "engine_worker_queue_port": _number,
-    "metrics_port": _number,
-    "transfer_protocol": _names,
-    "rdma_ports": _names,
-    "device_ids": _names,
-    "tp_size": _number,
+    "role": read_role,
+    "models": read_names,
+    "connector_port": read_number,
+    "engine_worker_queue_port": read_number,
+    "metrics_port": read_number,
+    "transfer_protocol": read_names,
+    "rdma_ports": read_names,
+    "device_ids": read_names,
+    "tp_size": read_number,
 }
 
 
