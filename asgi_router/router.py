@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Self
 
 import anyio
-import httpx
 from anyio.lowlevel import checkpoint
 
 from asgi_router.admission import Admission
@@ -25,7 +24,7 @@ from asgi_router.exchange import Exchange
 from asgi_router.extraction import extract
 from asgi_router.fleet.health import HealthMonitor
 from asgi_router.fleet.registry import Registry
-from asgi_router.headers import header, request_headers
+from asgi_router.headers import header
 from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
@@ -34,12 +33,14 @@ from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.scheduling.state import WorkerState
 from asgi_router.stats import RouterStats, WorkerStats
 from asgi_router.upstream.relay import CLOSE_GRACE, relay
+from asgi_router.upstream.request import upstream_request
 from asgi_router.upstream.transport import PooledTransport, open_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    import httpx
     from anyio.abc import TaskGroup
     from starlette.types import Receive, Scope, Send
 
@@ -292,9 +293,15 @@ class Router:
             lease = exchange.lease = await self._admission.acquire(request, exclude=tried)
             url = lease.state.worker.url
             try:
-                upstream_request = self._upstream_request(exchange.client.scope, url, path, body)
+                outgoing = upstream_request(
+                    exchange.client.scope,
+                    url + path,
+                    body,
+                    connect_timeout=settings.connect_timeout,
+                    write_timeout=settings.idle_timeout,
+                )
                 exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
-                response = await open_response(self._transport, upstream_request)
+                response = await open_response(self._transport, outgoing)
                 await relay(
                     response,
                     exchange,
@@ -316,25 +323,6 @@ class Router:
                 lease.state.breaker.failed()
                 lease.release()
                 logger.warning("%s: no connection, trying another worker", url)
-
-    def _upstream_request(self, scope: Scope, worker_url: str, path: str, body: bytes) -> httpx.Request:
-        settings = self.settings
-        # Reading is timed by the exchange's own deadline, which knows a first byte from a pause.
-        timeouts = {
-            "connect": settings.connect_timeout,
-            "write": settings.idle_timeout,
-            "read": None,
-            "pool": None,
-        }
-        url = httpx.URL(worker_url + path)
-        try:
-            if query := scope.get("query_string"):
-                url = url.copy_with(raw_path=url.raw_path + b"?" + query)
-        except (httpx.InvalidURL, ValueError) as exc:
-            raise InvalidRequest("The request's query string can't be forwarded.") from exc
-
-        headers = request_headers(scope)
-        return httpx.Request("POST", url, headers=headers, content=body, extensions={"timeout": timeouts})
 
     async def _fall_idle(self) -> None:
         if self._idle is not None:
