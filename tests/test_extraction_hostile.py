@@ -14,7 +14,7 @@ from asgi_router.errors import InvalidRequest
 from asgi_router.extraction import CompletionRequest, extract
 from asgi_router.prefix_key import MAX_KEY_BYTES
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(90)
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
