@@ -11,6 +11,7 @@ from asgi_router.client import ClientGone
 
 if TYPE_CHECKING:
     from asgi_router.client import Client
+    from asgi_router.extraction import CompletionRequest
     from asgi_router.scheduling.lease import Lease
 
 END_GRACE = 1.0
@@ -23,15 +24,19 @@ class Exchange:
     All that may end it from outside (client gone, time-out, shutdown) cancels one scope, and leaves the reason.
 
     Attributes:
+        body: the client's request body; empty once no worker can be asked any more.
+        request: what was read in it; None likewise.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
         scope: encloses all that is done for this request with the worker.
         reason: why the scope was cancelled; `late` of the last `allow` if it was the deadline.
     """
 
-    __slots__ = ("_late", "_stopped", "client", "lease", "scope")
+    __slots__ = ("_late", "_stopped", "body", "client", "lease", "request", "scope")
 
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.body = b""
+        self.request: CompletionRequest | None = None
         self.lease: Lease | None = None
         self.scope = anyio.CancelScope()
         self._late: Exception | None = None
@@ -59,6 +64,11 @@ class Exchange:
         elif self._stopped is None:
             self._stopped = reason
             self.scope.cancel()
+
+    def forget_prompt(self) -> None:
+        """Let the prompt go: a worker has it, and an answer may take minutes to write."""
+        self.body = b""
+        self.request = None
 
     def release(self) -> None:
         """Release the lease, if there is one. Synchronous and idempotent, as the lease's own release."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
     from starlette.types import Receive, Scope, Send
 
-    from asgi_router.extraction import CompletionRequest
+    from asgi_router.scheduling.lease import Lease
     from asgi_router.settings import RouterSettings
     from asgi_router.worker import Worker
 
@@ -245,13 +245,15 @@ class Router:
             raise ShuttingDown("The server is shutting down.")
 
         with exchange.scope:
-            body = await client.read_body(self.settings.max_body_bytes)
-            request = extract(body, path, header(client.scope.get("headers") or (), b"content-encoding"))
-            await self._serve_watched(exchange, request, body, path)
+            exchange.body = await client.read_body(self.settings.max_body_bytes)
+            exchange.request = extract(
+                exchange.body, path, header(client.scope.get("headers") or (), b"content-encoding")
+            )
+            await self._serve_watched(exchange, path)
         if exchange.scope.cancelled_caught and exchange.reason is not None:
             raise exchange.reason
 
-    async def _serve_watched(self, exchange: Exchange, request: CompletionRequest, body: bytes, path: str) -> None:
+    async def _serve_watched(self, exchange: Exchange, path: str) -> None:
         """Serve the request in a task of its own, while this one listens for the client's leaving.
 
         Not the other way round: this is the task that a server or a host cancels natively. Here that only ends
@@ -265,7 +267,7 @@ class Router:
             nonlocal failure
             try:
                 await checkpoint()  # a client that has gone already costs no prefill
-                await self._serve(exchange, request, body, path)
+                await self._serve(exchange, path)
             except Exception as exc:  # carried out by hand: a task group would wrap it
                 failure = exc
             finally:
@@ -286,8 +288,26 @@ class Router:
             logger.debug("receive failed: %s", type(exc).__name__)
         exchange.stop(ClientGone())
 
-    async def _serve(self, exchange: Exchange, request: CompletionRequest, body: bytes, path: str) -> None:
+    async def _serve(self, exchange: Exchange, path: str) -> None:
+        response, lease = await self._open(exchange, path)
+        exchange.forget_prompt()
+        url = lease.state.worker.url.encode()
+        await relay(
+            response,
+            exchange,
+            lease,
+            own_headers=[(b"x-router-worker", url)] if self.settings.decision_headers else [],
+            idle_timeout=self.settings.idle_timeout,
+            send_timeout=self.settings.send_timeout,
+        )
+        if response.status_code < 500 and response.status_code != 429:
+            lease.state.breaker.succeeded()
+
+    async def _open(self, exchange: Exchange, path: str) -> tuple[httpx.Response, Lease]:
+        """Find a worker for the request, and return its response as soon as the head is there, with the lease."""
         settings = self.settings
+        request = exchange.request
+        assert request is not None  # it was read before a worker is asked
         tried: set[WorkerState] = set()
         while True:
             lease = exchange.lease = await self._admission.acquire(request, exclude=tried)
@@ -296,23 +316,12 @@ class Router:
                 outgoing = upstream_request(
                     exchange.client.scope,
                     url + path,
-                    body,
+                    exchange.body,
                     connect_timeout=settings.connect_timeout,
                     write_timeout=settings.idle_timeout,
                 )
                 exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
-                response = await open_response(self._transport, outgoing)
-                await relay(
-                    response,
-                    exchange,
-                    lease,
-                    own_headers=[(b"x-router-worker", url.encode())] if settings.decision_headers else [],
-                    idle_timeout=settings.idle_timeout,
-                    send_timeout=settings.send_timeout,
-                )
-                if response.status_code < 500 and response.status_code != 429:
-                    lease.state.breaker.succeeded()
-                return
+                return await open_response(self._transport, outgoing), lease
             except WorkerUnreachable:
                 tried.add(lease.state)
                 others = self._scheduler.able(self.workers, request, exclude=tried)

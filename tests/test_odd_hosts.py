@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -195,6 +197,25 @@ async def test_chunks_that_are_no_bytes(chunks: Sequence[object], whole: bool) -
     routed.router._transport = Transport()
     exchange = await Exchange(body=completion_body()).run(routed.app)
     assert (exchange.status, exchange.body == b"abcd") == ((200, True) if whole else (502, False))
+    routed.assert_released(exchange)
+
+
+async def test_prompt_is_let_go_while_the_answer_is_written() -> None:
+    """A long answer to a long prompt holds the prompt at most once: the transport's own reference to the body."""
+    size = 4_000_000
+    gate = anyio.Event()
+    routed = Routed(replace(answer("stream"), body=[b"data: x\n\n", gate]))
+    exchange = Exchange(body=completion_body("x" * size))
+    tracemalloc.start()
+    try:
+        async with exchange.running(routed.app):
+            await exchange.body_at_least(1)
+            routed.worker.calls[0].body = b""  # the instrument's own
+            gc.collect()
+            assert tracemalloc.get_traced_memory()[0] < 1.5 * size
+            gate.set()
+    finally:
+        tracemalloc.stop()
     routed.assert_released(exchange)
 
 

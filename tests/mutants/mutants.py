@@ -97,8 +97,8 @@ MUTANTS = [
         "the lease on a worker that refused the connection is forgotten",
         "router.py",
         """                lease.release()
-                tried.add""",
-        """                tried.add""",
+                logger.warning""",
+        """                logger.warning""",
     ),
     Mutant(
         "no-rollback",
