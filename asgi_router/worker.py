@@ -54,7 +54,7 @@ _URL = re.compile(
     r"(?P<host>[a-z0-9._-]+|\[(?P<ipv6>[0-9a-f:.]+)\])"
     r"(?::(?P<port>[0-9]{1,5}))?"
     r"(?P<path>/[!$&-;=A-Z_a-z~%]*)?",  # printable ASCII without what would end it or is never in a path
-    re.IGNORECASE,
+    re.ASCII | re.IGNORECASE,  # without ASCII, [a-z] has four more letters in it
 )
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 

@@ -66,6 +66,8 @@ def test_url_has_one_spelling(url: str, expected: str) -> None:
         "http://a#b",
         "http://a/#",
         "http://a b",
+        "http://ho\u017ft",
+        "http\u017f://a",
         "http://a\t:1",
         "http://a\r\nx:y",
         "http://a/\x00",

@@ -81,16 +81,19 @@ class HealthMonitor:
             for state in self._workers:
                 tasks.start_soon(self._probe, state)
 
-    async def _probe(self, state: WorkerState) -> None:
-        alive = False
+    async def probe(self, url: str) -> bool:
+        """Tell whether the worker at `url` answers a probe in time. Nothing is noted of it."""
         with anyio.move_on_after(self._timeout):
-            alive = await self._answers(state.worker.url)
-        self._note(state, alive)
+            return await self._answers(url)
+        return False
+
+    async def _probe(self, state: WorkerState) -> None:
+        self._note(state, await self.probe(state.worker.url))
 
     async def _answers(self, url: str) -> bool:
         timeouts = {"connect": self._timeout, "read": self._timeout, "write": self._timeout, "pool": None}
-        request = httpx.Request("GET", url + self._path, extensions={"timeout": timeouts})
         try:
+            request = httpx.Request("GET", url + self._path, extensions={"timeout": timeouts})
             response = await self._transport.handle_async_request(request)
             try:
                 return response.status_code < 500
