@@ -260,6 +260,24 @@ async def test_a_refused_connection_leads_to_the_next_place() -> None:
     routed.assert_released()
 
 
+async def test_the_wait_after_a_refused_connection_is_not_the_workers() -> None:
+    """The refused try's FIRST_BYTE_TIMEOUT ends with it: of two time-outs, the wait for a place has only its own."""
+    busy = replace(GOOD, body=[b"data: 1\n\n", HANG])  # it has its first byte, so only one request's time runs
+    dead = replace(GOOD, connect=[httpx.ConnectError("refused")])
+    routed = Routed(
+        {WORKER: busy, OTHER: dead}, max_concurrent_per_worker=1, first_byte_timeout=0.05, queue_timeout=0.2
+    )
+    first = asked("first")
+    async with first.running(routed.app):
+        await routed.worker.changes.until(lambda: len(routed.worker.calls) == 1)
+        second = await asked("second").run(routed.app)
+        first.disconnect()
+    assert second.status == 503
+    assert b'"queue_timeout"' in second.body
+    assert routed.fleet[OTHER].connects >= 1  # or it would show nothing
+    routed.assert_released()
+
+
 async def test_shutdown_while_requests_wait() -> None:
     """What still waits after DRAIN_TIMEOUT gets 503, as what is being served."""
     routed = Routed({WORKER: replace(GOOD, head=[HANG])}, max_concurrent_per_worker=1, drain_timeout=0.02)
