@@ -330,9 +330,9 @@ class Router:
 
                 # The worker has seen nothing of the request, so the lease may move on. Its time for a first byte must
                 # not go on: the request may have to wait for the next worker, and that has a time-out of its own.
+                exchange.allow(None, late=WorkerTimeout("The worker did not answer in time."))
                 lease.state.breaker.failed()
                 lease.release()
-                exchange.allow(None, late=WorkerTimeout("The worker did not answer in time."))
                 logger.warning("%s: no connection, trying another worker", url)
 
     async def _fall_idle(self) -> None:
