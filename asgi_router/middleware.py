@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from asgi_router.worker import Worker
 
+ADMIN_PATHS = ("/register", "/registered", "/registered_number", "/health_generate", "/workers", "/workers/drain")
+
 
 class RouterMiddleware:
     """ASGI middleware that sends completion requests to LLM workers, and all else to `app`.
@@ -52,10 +54,13 @@ class RouterMiddleware:
         self.app = app
         self.router = router
         self._paths = frozenset(router.settings.paths)
+        self._admin_prefix = router.settings.admin_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and (path := route_path(scope)) in self._paths:
             await self.router.handle(scope, receive, send, path)
+        elif self._admin_prefix and scope["type"] == "http" and is_admin_path(route_path(scope), self._admin_prefix):
+            await self.router.admin(mounted(scope, self._admin_prefix), receive, send)
         elif scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
         else:
@@ -117,3 +122,16 @@ def route_path(scope: Scope) -> str:
         return path[len(root_path) :]
 
     return path
+
+
+def is_admin_path(path: str, prefix: str) -> bool:
+    """Tell whether the admin API is called: all that is below `prefix`, or its own paths where that is the root."""
+    if prefix == "/":
+        return path in ADMIN_PATHS
+    return path == prefix or path.startswith(prefix + "/")
+
+
+def mounted(scope: Scope, prefix: str) -> Scope:
+    """Return the scope that an app mounted under `prefix` gets: `root_path` longer by it, and a part of `path`."""
+    root_path: str = scope.get("root_path", "")
+    return {**scope, "root_path": root_path + prefix.rstrip("/"), "path": root_path + route_path(scope)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import anyio
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     import httpx
     from anyio.abc import TaskGroup
+    from starlette.applications import Starlette
     from starlette.types import Receive, Scope, Send
 
     from asgi_router.scheduling.lease import Lease
@@ -69,6 +71,7 @@ class Router:
     Attributes:
         settings: as given.
         workers: the fleet; workers may be added and removed while requests are in flight.
+        monitor: probes the workers' health.
         users: how many `async with` blocks and lifespans keep the router open; the last one drains and closes it.
     """
 
@@ -116,7 +119,7 @@ class Router:
 
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
-        self._monitor = HealthMonitor(
+        self.monitor = HealthMonitor(
             self.workers,
             self._transport,
             path=settings.health_path,
@@ -134,6 +137,13 @@ class Router:
 
     def __repr__(self) -> str:
         return f"<Router {self.settings.policy}: {len(self._exchanges)} exchanges, {list(self.workers)!r}>"
+
+    @cached_property
+    def admin(self) -> Starlette:
+        """The admin API, to be mounted in a host app; `ADMIN_PREFIX` makes the middleware serve it."""
+        from asgi_router.fleet.admin import admin_app  # starlette's app is loaded only where it is used
+
+        return admin_app(self)
 
     def stats(self) -> RouterStats:
         """Return the counters of this moment. Cheap; never changes anything."""
@@ -175,7 +185,7 @@ class Router:
     async def watch_health(self) -> None:
         """Probe the workers' health until cancelled. Of several users only one does so at a time."""
         if self.settings.health_interval:
-            await self._monitor.run()
+            await self.monitor.run()
 
     async def aclose(self) -> None:
         """Drain, then close the connections to the workers. A later request opens new ones."""

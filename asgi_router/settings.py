@@ -9,9 +9,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from asgi_router.addresses import read_rule
 from asgi_router.worker import Role, Worker
 from asgi_router.worker_fields import read_names, read_number, read_role
 
@@ -96,6 +97,24 @@ def _path(value: str) -> str:
     return value
 
 
+def _prefix(value: str | None) -> str | None:
+    return value if value in (None, "/") else _path(value)
+
+
+def _token(value: object) -> object:
+    text = _none(value.get_secret_value() if isinstance(value, SecretStr) else value)
+    if text is None:
+        return None
+    if not isinstance(text, str) or not re.fullmatch("[!-~]+", text.strip()):
+        raise ValueError("must be text of printable ASCII characters without spaces")
+    return text.strip()
+
+
+def _rule(value: str) -> str:
+    read_rule(value)
+    return value.strip()
+
+
 def _url(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("must be a string")
@@ -166,10 +185,15 @@ BlockBytes = Annotated[_Int, Field(ge=64, le=65536)]
 
 PolicyName = Annotated[str, AfterValidator(_one_of("policy", POLICIES, _POLICIES_LATER, "this policy"))]
 ModeName = Annotated[str, AfterValidator(_one_of("mode", MODES, _MODES_LATER, "disaggregated mode"))]
+AdminPrefix = Annotated[str | None, AfterValidator(_prefix), BeforeValidator(_none)]
+AdminToken = Annotated[SecretStr | None, BeforeValidator(_token)]
 _Worker = Annotated[Worker, BeforeValidator(_worker)]
 _Path = Annotated[str, AfterValidator(_path)]
+_Rule = Annotated[str, AfterValidator(_rule)]
 Workers = Annotated[tuple[_Worker, ...], NoDecode, BeforeValidator(_items)]
 Paths = Annotated[tuple[_Path, ...], NoDecode, BeforeValidator(_items), Field(min_length=1)]
+
+Rules = Annotated[tuple[_Rule, ...], NoDecode, BeforeValidator(_items)]
 
 
 def _unknown(values: Iterable[str], known: Iterable[str]) -> Iterator[str]:
@@ -238,6 +262,11 @@ class RouterSettings(BaseSettings):
     health_successes: PositiveInt = Field(2, description="Good probes in a row that make it healthy again.")
     breaker_failures: Count = Field(5, description="Failed connections in a row that open the breaker; 0: never.")
     breaker_cooldown: Positive = Field(10.0, description="Seconds after which an open breaker lets one request in.")
+    admin_prefix: AdminPrefix = Field(None, description="Path under which the admin API is served, / for the root.")
+    admin_token: AdminToken = Field(None, description="Bearer token that opens the admin API.")
+    # Ahead of `admin_open`, whose check looks at it.
+    register_allow: Rules = Field((), description="Networks and host patterns of workers that may register.")
+    admin_open: bool = Field(False, description="Whether the admin API needs no token.")
     prefix_block_bytes: BlockBytes = Field(512, description="Bytes of prompt per block of the prefix index.")
     prefix_capacity_tokens: Count = Field(250_000, description="Tokens remembered per worker; 0: nothing.")
     prefix_ttl: Positive = Field(1800.0, description="Seconds that an unused prefix is remembered.")
@@ -279,3 +308,11 @@ class RouterSettings(BaseSettings):
         if problems:
             raise ValueError("\n".join(problems))
         return workers
+
+    @field_validator("admin_open")
+    @classmethod
+    def _check_open(cls, admin_open: bool, info: ValidationInfo) -> bool:
+        # Or anyone could aim the router at an inner service.
+        if admin_open and info.data.get("register_allow") == ():
+            raise ValueError(f"true needs {_variable('register_allow')}, which says what may be registered")
+        return admin_open

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from asgi_router import settings as settings_module
 from asgi_router.settings import POLICIES, RouterSettings, SettingsError
@@ -41,6 +41,10 @@ DEFAULTS: dict[str, object] = {
     "health_successes": 2,
     "breaker_failures": 5,
     "breaker_cooldown": 10.0,
+    "admin_prefix": None,
+    "admin_token": None,
+    "register_allow": (),
+    "admin_open": False,
     "prefix_block_bytes": 512,
     "prefix_capacity_tokens": 250_000,
     "prefix_ttl": 1800.0,
@@ -52,6 +56,7 @@ DEFAULTS: dict[str, object] = {
     "cache_aware_balance_rel": 0.5,
     "waiting_weight": 1.0,
 }
+TEXTS = ("admin_prefix", "admin_token", "register_allow")
 POSITIVE = (
     "connect_timeout",
     "queue_timeout",
@@ -133,6 +138,14 @@ def test_every_field_is_described() -> None:
         ("decision_headers", "0", False),
         ("drain_timeout", "0", 0.0),
         ("retry_attempts", "0", 0),
+        ("admin_prefix", "/router", "/router"),
+        ("admin_prefix", "/", "/"),
+        ("admin_prefix", "none", None),
+        ("admin_token", " s3cret~!\n", SecretStr("s3cret~!")),
+        ("admin_token", "None", None),
+        ("register_allow", "10.0.0.0/8, *.Gpu", ("10.0.0.0/8", "*.Gpu")),
+        ("register_allow", '["fd00::/8"]', ("fd00::/8",)),
+        ("register_allow", "", ()),
         ("prefix_block_bytes", "64", 64),
         ("prefix_block_bytes", "65536", 65536),
         ("prefix_capacity_tokens", "0", 0),
@@ -271,6 +284,55 @@ def test_path_that_is_no_text_is_refused() -> None:
     assert "item 1: must be a valid string, not 5" in refusal("paths", "[5]")
 
 
+# --- The admin API
+
+
+@pytest.mark.parametrize("prefix", ["", "router", "/router/", "//", "/a b", "/a?b", 5])
+def test_bad_admin_prefix_is_refused(prefix: object) -> None:
+    """The admin API's prefix is the root, or a path without a slash at its end."""
+    refusal("admin_prefix", prefix)
+
+
+@pytest.mark.parametrize("token", ["", " ", "two words", "t\u00f6ken", "t\x00ken", 12345678, ["token"], b"token"])
+def test_bad_admin_token_is_refused_and_not_repeated(token: object) -> None:
+    """A token that no header can carry is a mistake, and is a secret all the same."""
+    assert refusal("admin_token", token) == (
+        "ASGI_ROUTER_ADMIN_TOKEN: must be text of printable ASCII characters without spaces"
+    )
+
+
+def test_admin_token_is_not_shown() -> None:
+    """Neither the settings' text nor their JSON shows the token; a ready-made secret is taken as it is."""
+    settings = RouterSettings(admin_token=SecretStr("s3cret"))
+    assert settings.admin_token is not None
+    assert settings.admin_token.get_secret_value() == "s3cret"
+    assert "s3cret" not in f"{settings!r} {settings} {settings.model_dump()} {settings.model_dump_json()}"
+
+
+@pytest.mark.parametrize("rule", ["10.0.0.1/8", "10.0.*", "http://a", "a b"])
+def test_bad_rule_is_refused(rule: str) -> None:
+    """Each item of REGISTER_ALLOW is a network or a host pattern."""
+    assert "item 2: must be a network" in refusal("register_allow", ["10.0.0.0/8", rule])
+
+
+@pytest.mark.parametrize("rules", [(), "", ",", "[]"])
+def test_open_admin_api_needs_rules(rules: object) -> None:
+    """Or anyone could aim the router at an inner service (F-91)."""
+    with pytest.raises(SettingsError) as caught:
+        RouterSettings(admin_open=True, register_allow=rules)
+    assert str(caught.value) == (
+        "ASGI_ROUTER_ADMIN_OPEN: true needs ASGI_ROUTER_REGISTER_ALLOW, which says what may be registered"
+    )
+    assert RouterSettings(admin_open=True, register_allow="*").admin_open
+
+
+def test_bad_rules_are_not_reported_twice() -> None:
+    """Where the rules themselves are refused, ADMIN_OPEN isn't blamed for their absence."""
+    with pytest.raises(SettingsError) as caught:
+        RouterSettings(admin_open=True, register_allow=["a b"])
+    assert str(caught.value).count("\n") == 0
+
+
 # --- Numbers
 
 
@@ -305,7 +367,7 @@ def test_optional_numbers_can_be_none(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", sorted(set(DEFAULTS) - {*OPTIONAL, *OPTIONAL_COUNTS} - {"workers", "paths", "mode", "policy"})
+    "field", sorted(set(DEFAULTS) - {*OPTIONAL, *OPTIONAL_COUNTS, *TEXTS} - {"workers", "paths", "mode", "policy"})
 )
 @pytest.mark.parametrize("value", [None, "none"])
 def test_other_numbers_cannot_be_none(field: str, value: object) -> None:
