@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from dataclasses import fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
@@ -94,15 +95,8 @@ class Router:
             )
 
         self.workers = Registry(new_state, on_change=lambda: self._admission.serve_waiting())
-        options = PolicyOptions(
-            prefill_cost_miss_weight=settings.prefill_cost_miss_weight,
-            prefill_cost_batch_offset=settings.prefill_cost_batch_offset,
-            cache_aware_hit_weight=settings.cache_aware_hit_weight,
-            cache_aware_load_weight=settings.cache_aware_load_weight,
-            cache_aware_balance_abs=settings.cache_aware_balance_abs,
-            cache_aware_balance_rel=settings.cache_aware_balance_rel,
-            waiting_weight=settings.waiting_weight,
-        )
+        # The settings of the same names.
+        options = PolicyOptions(**{field.name: getattr(settings, field.name) for field in fields(PolicyOptions)})
         policy = POLICIES[settings.policy](options, rng or random.Random())
         self._scheduler = Scheduler(
             policy,

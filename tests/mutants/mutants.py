@@ -119,10 +119,10 @@ MUTANTS = [
         "truncated-upload",
         "a client that leaves in its upload has half a prompt sent",
         "client.py",
-        """            if message["type"] == "http.disconnect":
-                raise ClientGone
-""",
-        "",
+        """        if message["type"] == "http.disconnect":
+            raise ClientGone
+        if not message.get""",
+        """        if not message.get""",
     ),
     Mutant(
         "clean-looking-end",
@@ -135,8 +135,8 @@ MUTANTS = [
         "resent-on-reset",
         "a request is sent again although the worker may have begun",
         "upstream/transport.py",
-        "if not trace.reused_connection or not _means_closed(exc):",
-        "if False:",
+        "        if not was_stale:\n",
+        "        if False:\n",
     ),
     Mutant(
         "idle-counts-the-client",
