@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from asgi_router import Router, RouterMiddleware, RouterSettings
+from tests.instruments.asgi_client import Exchange
 from tests.instruments.fake_worker import FakeFleet, Script
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from asgi_router.stats import WorkerStats
-    from tests.instruments.asgi_client import Exchange
-    from tests.instruments.fake_worker import FakeWorker, Scripts
+    from tests.instruments.fake_worker import FakeWorker, Scripts, Step
 
 Kind = Literal["stream", "json"]
 KINDS: tuple[Kind, ...] = ("stream", "json")
@@ -79,3 +80,22 @@ class Routed:
 def counters(worker: WorkerStats) -> tuple[int, int, int, int]:
     """Return the counters of one worker."""
     return worker.requests, worker.prefill_tokens, worker.waiting_requests, worker.pending_prefill_tokens
+
+
+def exchange_for(**options: object) -> Exchange:
+    return Exchange(body=completion_body(), **options)  # type: ignore[arg-type]
+
+
+def interrupted(kind: Kind, *steps: Step, after: int = 1) -> Script:
+    """The good answer up to `after` chunks, then these steps."""
+    script = answer(kind)
+    return replace(script, body=[*list(script.body)[:after], *steps])
+
+
+def error_of(exchange: Exchange) -> tuple[int | None, object]:
+    """The status, and the code of the OpenAI-shaped error."""
+    body = exchange.json()
+    assert isinstance(body, dict)
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return exchange.status, body["error"]["code"]

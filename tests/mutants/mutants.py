@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-EXITS = ["tests/test_exit_paths.py", "tests/test_native_cancel.py"]
+EXITS = ["tests/test_exit_paths.py", "tests/test_exit_by_client.py", "tests/test_native_cancel.py"]
 
 
 @dataclass(frozen=True)
