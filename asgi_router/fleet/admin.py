@@ -10,7 +10,7 @@ import hmac
 import logging
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import anyio
@@ -28,9 +28,11 @@ from asgi_router.worker import Role
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from asgi_router.router import Router
+    from asgi_router.fleet.health import HealthMonitor
+    from asgi_router.fleet.registry import Registry
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.settings import RouterSettings
+    from asgi_router.stats import RouterStats
     from asgi_router.worker import Worker
 
 MAX_BODY_BYTES = 64 * 1024
@@ -38,7 +40,21 @@ MAX_BODY_BYTES = 64 * 1024
 logger = logging.getLogger("asgi_router")
 
 
-def admin_app(router: Router) -> Starlette:
+class Administered(Protocol):
+    """What the admin API needs of a router."""
+
+    @property
+    def settings(self) -> RouterSettings: ...
+    @property
+    def workers(self) -> Registry: ...
+    @property
+    def monitor(self) -> HealthMonitor: ...
+    def stats(self) -> RouterStats:
+        """Return the counters of this moment."""
+        ...
+
+
+def admin_app(router: Administered) -> Starlette:
     """Make the admin API of a router, to be mounted anywhere.
 
     It is closed (403) to requests without `ADMIN_TOKEN` as a bearer token, and to all of them where there is no
@@ -101,7 +117,7 @@ class _Gate:
 class _Admin:
     """The routes. Each changes the fleet in one step, so that requests in flight never see half a change."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Administered) -> None:
         self._router = router
         self._allowed = AllowedHosts(router.settings.register_allow)
 
