@@ -15,6 +15,8 @@ import httpx
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from anyio.abc import TaskGroup
+
     from asgi_router.scheduling.state import WorkerState
 
 logger = logging.getLogger("asgi_router")
@@ -29,7 +31,7 @@ class HealthMonitor:
         workers: the fleet, iterated anew for each round.
         transport: how probes reach the workers.
         path: what is asked for, below a worker's URL.
-        interval: seconds from the end of one round to the next; the first one is that long after the start.
+        interval: seconds from one round to the next; the first one is that long after the start.
         timeout: seconds that a probe may take; then it counts as failed.
         failures: how many in a row make a healthy worker unhealthy.
         successes: how many in a row make an unhealthy one healthy.
@@ -57,28 +59,36 @@ class HealthMonitor:
         self._successes = successes
         self._on_change = on_change
         self._runner: object | None = None
+        self._asked: set[WorkerState] = set()  # whose probe is under way
 
     async def run(self) -> None:
-        """Probe the fleet until cancelled. One round has ended before the next begins.
+        """Probe the fleet until cancelled, each worker once an interval. A worker that is slow to answer holds up
+        nobody else's probe, and is not asked again before it has answered or its time is over.
 
         It may run several times at once, once for each app that shares a router: one of them does the probing, and
         when that ends another one takes over.
         """
         me = object()
         try:
-            while True:
-                await anyio.sleep(self._interval)
-                self._runner = self._runner or me
-                if self._runner is me:
-                    await self.probe_all()
+            async with anyio.create_task_group() as tasks:
+                while True:
+                    await anyio.sleep(self._interval)
+                    self._runner = self._runner or me
+                    if self._runner is me:
+                        self._start_probes(tasks)
         finally:
             if self._runner is me:
                 self._runner = None
 
     async def probe_all(self) -> None:
-        """Probe each worker once, all at the same time."""
+        """Probe each worker once, all at the same time, but for those whose probe is under way."""
         async with anyio.create_task_group() as tasks:
-            for state in self._workers:
+            self._start_probes(tasks)
+
+    def _start_probes(self, tasks: TaskGroup) -> None:
+        for state in self._workers:
+            if state not in self._asked:
+                self._asked.add(state)
                 tasks.start_soon(self._probe, state)
 
     async def probe(self, url: str) -> bool:
@@ -88,7 +98,10 @@ class HealthMonitor:
         return False
 
     async def _probe(self, state: WorkerState) -> None:
-        self._note(state, await self.probe(state.worker.url))
+        try:
+            self._note(state, await self.probe(state.worker.url))
+        finally:
+            self._asked.discard(state)
 
     async def _answers(self, url: str) -> bool:
         timeouts = {"connect": self._timeout, "read": self._timeout, "write": self._timeout, "pool": None}

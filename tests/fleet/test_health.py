@@ -167,6 +167,17 @@ async def test_rounds_never_overlap_and_one_runner_probes() -> None:
         second.cancel_scope.cancel()
 
 
+async def test_a_hanging_worker_holds_up_nobody_elses_probe() -> None:
+    """While one worker's probe is under way the others are asked again and again."""
+    workers = {WORKER: replace(UP, head=[HANG]), OTHER: UP}
+    routed, monitor = monitored(workers, interval=0.001, timeout=100.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(monitor.run)
+        await routed.fleet[OTHER].received(5)
+        tasks.cancel_scope.cancel()
+    assert len(routed.worker.calls) == 1
+
+
 async def app_with_lifespan(scope: Scope, receive: Receive, send: Send) -> None:
     """A host app that starts and stops."""
     for step in ("startup", "shutdown"):
