@@ -95,7 +95,6 @@ class Router:
             )
 
         self.workers = Registry(new_state, on_change=lambda: self._admission.serve_waiting())
-        # The settings of the same names.
         options = PolicyOptions(**{field.name: getattr(settings, field.name) for field in fields(PolicyOptions)})
         policy = POLICIES[settings.policy](options, rng or random.Random())
         self._scheduler = Scheduler(
@@ -110,6 +109,8 @@ class Router:
         )
         for worker in settings.workers:
             self.workers.add(worker)
+        if not settings.workers:
+            logger.warning("no workers configured: requests get 503 until one joins")
 
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None

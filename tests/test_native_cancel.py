@@ -19,7 +19,6 @@ from tests.routed import KINDS, Kind, Routed, answer, completion_body
 pytestmark = [
     pytest.mark.anyio,
     asyncio_only,
-    pytest.mark.usefixtures("short_graces"),
     pytest.mark.parametrize("kind", KINDS),
 ]
 
@@ -59,6 +58,7 @@ async def test_cancelled_at_every_turn(kind: Kind, times: int, apart: int) -> No
     assert cut_in_flight > 10
 
 
+@pytest.mark.usefixtures("short_graces")
 @pytest.mark.parametrize("phase", ["connect", "head", "first byte", "mid", "send", "close"])
 @pytest.mark.parametrize("times", [1, 2, 3])
 async def test_cancelled_while_it_waits(kind: Kind, phase: str, times: int) -> None:
