@@ -19,7 +19,7 @@ END_GRACE = 1.0
 
 
 class Exchange:
-    """One client's request, from selection to the end of the answer.
+    """One client's request, from its upload to the end of the answer.
 
     All that may end it from outside (client gone, time-out, shutdown) cancels one scope, and leaves the reason.
 
@@ -27,7 +27,7 @@ class Exchange:
         body: the client's request body; empty once no worker can be asked any more.
         request: what was read in it; None likewise.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
-        scope: encloses all that is done for this request with the worker.
+        scope: encloses all that is done for this request: upload, queue, worker and answer.
         reason: why the scope was cancelled; `late` of the last `allow` if it was the deadline.
     """
 

@@ -200,6 +200,32 @@ async def test_chunks_that_are_no_bytes(chunks: Sequence[object], whole: bool) -
     routed.assert_released(exchange)
 
 
+async def test_worker_that_sends_nothing_without_end() -> None:
+    """A transport that gives empty chunks for ever, without suspending, costs this request alone."""
+    routed = Routed(answer("stream"))
+
+    class Empty(httpx.AsyncByteStream):
+        def __aiter__(self) -> Empty:
+            return self
+
+        async def __anext__(self) -> bytes:
+            return b""
+
+    class Transport(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            return httpx.Response(200, stream=Empty())
+
+    routed.router._transport = Transport()
+    exchange = Exchange(body=completion_body())
+    async with exchange.running(routed.app):
+        while not routed.counters[0][0]:
+            await anyio.lowlevel.checkpoint()
+        exchange.disconnect()
+
+    assert exchange.starts == 0
+    routed.assert_released(exchange)
+
+
 async def test_prompt_is_let_go_while_the_answer_is_written() -> None:
     """A long answer to a long prompt holds the prompt at most once: the transport's own reference to the body."""
     size = 4_000_000

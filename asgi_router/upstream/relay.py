@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CLOSE_GRACE = 1.0
 """Seconds that closing a response may take. An unfinished HTTP/1.1 response is closed by dropping its socket."""
 
-_CHECKPOINT_EVERY = 64  # chunks, a power of two
+_CHECKPOINT_EVERY = 64  # chunks
 
 logger = logging.getLogger("asgi_router")
 
@@ -111,7 +111,7 @@ async def _read(chunks: AsyncIterator[bytes]) -> bytes:
     """Return the next bytes of a body, or none at its end."""
     try:
         while not (chunk := bytes(await anext(chunks))):  # bytes() of bytes is no copy
-            pass
+            await checkpoint()  # as in `relay`: a transport that gives nothing for ever must not stop the loop
     except StopAsyncIteration:
         return b""
     except Exception as exc:
