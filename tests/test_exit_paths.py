@@ -161,8 +161,8 @@ async def test_connect_error(kind: Kind, error: Exception) -> None:
     routed.assert_released(exchange)
 
 
-async def test_connect_error_moves_the_lease(kind: Kind) -> None:
-    """After a connect error the next worker gets the request, and the lease with both counters."""
+async def test_f07_a_connect_error_moves_the_lease(kind: Kind) -> None:
+    """F-07: after a connect error the next worker gets the request, and the lease with both counters."""
     gate = anyio.Event()
     scripts = {
         WORKER: replace(answer(kind), connect=[httpx.ConnectError("refused")]),
@@ -182,8 +182,8 @@ async def test_connect_error_moves_the_lease(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("attempts", "tried"), [(0, 1), (1, 2), (2, 3), (9, 4)])
-async def test_retry_attempts(kind: Kind, attempts: int, tried: int) -> None:
-    """At most RETRY_ATTEMPTS further workers are tried, each once; then 502 (F-07)."""
+async def test_f07_each_worker_is_tried_once(kind: Kind, attempts: int, tried: int) -> None:
+    """F-07: at most RETRY_ATTEMPTS further workers are tried, each once; then 502."""
     dead = replace(answer(kind), connect=[httpx.ConnectError("refused")])
     routed = Routed({f"http://w{n}:1": dead for n in range(4)}, retry_attempts=attempts)
     exchange = await exchange_for().run(routed.app)
@@ -208,8 +208,8 @@ async def test_retry_attempts(kind: Kind, attempts: int, tried: int) -> None:
     ],
     ids=lambda value: repr(value)[:30],
 )
-async def test_error_before_the_head(kind: Kind, error: Exception, expected: tuple[int, str]) -> None:
-    """The worker may have begun, so the request is not sent again; the client gets one clean error (F-06)."""
+async def test_f06_error_before_the_head(kind: Kind, error: Exception, expected: tuple[int, str]) -> None:
+    """F-06: the worker may have begun, so the request is not sent again; the client gets one clean error."""
     failing = replace(answer(kind), head=[error])
     routed = Routed({WORKER: failing, OTHER: failing})
     exchange = await exchange_for().run(routed.app)
@@ -227,8 +227,8 @@ async def test_error_between_head_and_first_byte(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("error", [httpx.ReadError("reset"), httpx.ReadTimeout("late"), ValueError("odd")], ids=repr)
-async def test_error_mid_answer(kind: Kind, error: Exception) -> None:
-    """An answer that broke off never looks whole: an error event in a stream, a cut otherwise (F-25)."""
+async def test_f25_error_mid_answer(kind: Kind, error: Exception) -> None:
+    """F-25: an answer that broke off never looks whole: an error event in a stream, a cut otherwise."""
     routed = Routed(interrupted(kind, error))
     exchange = exchange_for()
     if kind == "stream":
@@ -262,8 +262,8 @@ async def test_answer_of_another_length_than_announced(kind: Kind, announced: st
 
 
 @pytest.mark.parametrize("late", ["head", "body"])
-async def test_first_byte_timeout(kind: Kind, late: str) -> None:
-    """FIRST_BYTE_TIMEOUT covers the head and the first body byte: 504 (F-05)."""
+async def test_f05_first_byte_timeout(kind: Kind, late: str) -> None:
+    """F-05: a worker that takes a request and never answers ends with FIRST_BYTE_TIMEOUT, head or no head: 504."""
     script = replace(answer(kind), head=[HANG]) if late == "head" else interrupted(kind, HANG, after=0)
     routed = Routed(script, first_byte_timeout=0.05)
     exchange = await exchange_for().run(routed.app)
@@ -271,8 +271,8 @@ async def test_first_byte_timeout(kind: Kind, late: str) -> None:
     routed.assert_released(exchange)
 
 
-async def test_idle_timeout(kind: Kind) -> None:
-    """A worker that pauses for IDLE_TIMEOUT in the middle of an answer is given up."""
+async def test_f05_idle_timeout(kind: Kind) -> None:
+    """F-05: a worker that pauses for IDLE_TIMEOUT in the middle of an answer is given up."""
     routed = Routed(interrupted(kind, HANG), idle_timeout=0.05)
     exchange = exchange_for()
     if kind == "stream":
@@ -322,8 +322,8 @@ async def test_send_timeout_covers_our_own_errors(kind: Kind) -> None:
 # --- no worker -----------------------------------------------------------------------------------------------
 
 
-async def test_no_worker(kind: Kind) -> None:
-    """Without a worker: 503, and when to come back (F-23)."""
+async def test_f23_no_worker(kind: Kind) -> None:
+    """F-23: without a worker 503, and when to come back."""
     routed = Routed(answer(kind))
     routed.router.workers.remove(WORKER)
     exchange = await exchange_for().run(routed.app)

@@ -49,8 +49,8 @@ def down(*headers: tuple[bytes, bytes]) -> RawHeaders:
 
 @pytest.mark.parametrize("cross", [up, down])
 @pytest.mark.parametrize("name", HOP_BY_HOP)
-def test_hop_by_hop_headers_stay(cross: Cross, name: bytes) -> None:
-    """What belongs to one connection is not passed on, in whatever case and however often it is there (F-20)."""
+def test_f20_hop_by_hop_headers_stay(cross: Cross, name: bytes) -> None:
+    """F-20: what belongs to one connection is not passed on, in whatever case and however often it is there."""
     assert cross(A, (name, b"x"), (name.title(), b"y"), (name.upper(), b""), B) == [A, B]
 
 
@@ -133,8 +133,8 @@ def test_a_length_beside_a_transfer_encoding_does_not_count() -> None:
         b"access-control-max-age",
     ],
 )
-def test_what_a_worker_has_no_say_in(name: bytes) -> None:
-    """Date and server are our server's, origins the host app's, and `x-router-*` ours alone (F-21)."""
+def test_f21_what_a_worker_has_no_say_in(name: bytes) -> None:
+    """F-21: date and server are our server's, origins the host app's, and `x-router-*` ours alone."""
     assert down(A, (name, b"x"), B) == [A, B]
 
 

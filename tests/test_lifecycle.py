@@ -98,8 +98,8 @@ async def test_app_that_ends_its_lifespan_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_shutdown_waits_for_requests_in_flight(kind: Kind) -> None:
-    """Requests in flight finish before the host app stops; new ones are told to come back (F-31)."""
+async def test_f31_shutdown_waits_for_requests_in_flight(kind: Kind) -> None:
+    """F-31: requests in flight finish before the host app stops; new ones are told to come back."""
     events: list[str] = []
     gate = anyio.Event()
     routed = Routed(replace(answer(kind), head=[gate]))
@@ -198,8 +198,8 @@ async def test_mounted_sub_app() -> None:
     routed.assert_released(exchange)
 
 
-async def test_a_worker_that_leaves_and_comes_back_is_not_charged_for_old_requests() -> None:
-    """The lease holds the worker object: an old request ends on the old one (llm-d-router#1739, F-42)."""
+async def test_f42_a_worker_that_leaves_and_comes_back_is_not_charged_for_old_requests() -> None:
+    """F-42: the lease holds the worker object, so an old request ends on the old one (llm-d-router#1739)."""
     gate = anyio.Event()
     routed = Routed({WORKER: replace(answer("json"), head=[gate])})
     exchange = Exchange(body=completion_body())

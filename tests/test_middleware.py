@@ -116,8 +116,8 @@ async def test_paths_setting() -> None:
 
 
 @pytest.mark.anyio
-async def test_decision_headers() -> None:
-    """`x-router-worker` is ours: told when DECISION_HEADERS is on, and never taken from a worker (F-21)."""
+async def test_f21_decision_headers() -> None:
+    """F-21: `x-router-worker` is ours, told when DECISION_HEADERS is on, and never taken from a worker."""
     forged = answer("json")
     forged = type(forged)(headers=[*forged.headers, ("x-router-worker", "http://forged")], body=forged.body)
     off = await Exchange(body=completion_body()).run(Routed(forged).app)
@@ -149,8 +149,8 @@ def test_constructor_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert router.settings.policy == "round_robin"
 
 
-def test_bad_settings_fail_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at the first request: and the message names the variable."""
+def test_f52_bad_settings_fail_in_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F-52: a policy that is misspelt is refused, not replaced, before the first request; the message names it."""
     monkeypatch.setenv("ASGI_ROUTER_POLICY", "prefil_cost")
     with pytest.raises(SettingsError, match=r"ASGI_ROUTER_POLICY.*prefill_cost"):
         RouterMiddleware(unreachable_app)

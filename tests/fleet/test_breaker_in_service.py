@@ -53,8 +53,8 @@ async def test_a_dead_worker_is_tried_a_few_times_and_then_left_alone() -> None:
     ],
     ids=["reset", "late", "mid answer", "first byte late"],
 )
-async def test_what_counts_as_a_failure(script: Script) -> None:
-    """Whatever breaks the connection, or doesn't answer in time."""
+async def test_f25_what_counts_as_a_failure(script: Script) -> None:
+    """F-25: whatever breaks the connection, also within an answer, or doesn't answer in time."""
     routed = Routed(script, first_byte_timeout=0.01)
     await ask(routed, 5)
     assert breaker(routed) is BreakerState.OPEN

@@ -37,8 +37,8 @@ def gated() -> tuple[Routed, anyio.Event]:
 
 
 @pytest.mark.parametrize("change", ["replace", "remove", "remove and register"])
-async def test_leases_end_on_the_old_worker(change: Literal["replace", "remove", "remove and register"]) -> None:
-    """A request in flight ends on the worker object that it began on; the new one starts at zero (F-40, F-42, F-65)."""
+async def test_f40_leases_end_on_the_old_worker(change: Literal["replace", "remove", "remove and register"]) -> None:
+    """F-40: a request in flight ends on the worker object that it began on; the new one starts at zero (F-42, F-65)."""
     routed, gate = gated()
     assert (await call(routed, "POST", "/register", PAYLOAD)).status == 200
     old = routed.router.workers.get(OTHER)

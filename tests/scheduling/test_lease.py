@@ -88,7 +88,7 @@ def test_a_first_byte_after_the_release_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_release_is_idempotent(answered: bool) -> None:
+def test_f43_release_is_idempotent(answered: bool) -> None:
     """F-43: the second release of one lease takes nothing from another request on the same worker."""
     state = worker()
     lease, other = Lease(state, prompt("ABCD")), Lease(state, prompt("ABCD"))

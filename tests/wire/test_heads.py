@@ -196,8 +196,8 @@ MOUNTS: dict[str, tuple[str, Callable[[RouterMiddleware], ASGIApp]]] = {
 
 @pytest.mark.parametrize("base", ["", "/engine/v0"])
 @pytest.mark.parametrize("mount", MOUNTS)
-async def test_target(http: Http, mount: str, base: str) -> None:
-    """Wherever the middleware is mounted, the worker gets the path after the mount, after its own base path.
+async def test_f26_target(http: Http, mount: str, base: str) -> None:
+    """F-26: wherever the middleware is mounted, the worker gets the path after the mount, after its own base path.
 
     The query crosses byte by byte, also where it could be written otherwise.
     """

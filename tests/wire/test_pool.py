@@ -98,8 +98,8 @@ class TestKeepAlive:
             assert [len(connection.requests) for connection in worker.connections] == [2, 1]
 
     @pytest.mark.parametrize("end", [CLOSE, RESET], ids=["close", "reset"])
-    async def test_a_request_on_a_new_connection_is_never_sent_again(self, end: Step) -> None:
-        """The worker may have begun to work on it; it gets it once."""
+    async def test_f06_a_request_on_a_new_connection_is_never_sent_again(self, end: Step) -> None:
+        """F-06: a connection reset after the request was sent is a 502; the worker may have begun, and gets it once."""
         async with serve_scripts([REQUEST, end], [REQUEST, OK, HANG]) as (worker, _, client):
             await client.post(BODY)
             assert await read_error(client) == FAILED
@@ -197,8 +197,8 @@ class TestNothingIsLeft:
             assert not pool._requests
             assert all(connection.is_idle() for connection in pool.connections), pool
 
-    async def test_more_streams_than_httpx_allows_by_default(self) -> None:
-        """The scheduler decides how much a worker gets; the pool holds no request back."""
+    async def test_f30_more_streams_than_httpx_allows_by_default(self) -> None:
+        """F-30: the scheduler decides how much a worker gets; the pool holds no request back."""
         count = 130
         gate = anyio.Event()
         script: list[Step] = [REQUEST, SSE_HEAD, chunk(b"data: 1\n\n"), gate, LAST_CHUNK, HANG]
@@ -255,8 +255,8 @@ class TestNothingIsLeft:
 
 @pytest.mark.anyio
 @asyncio_only
-async def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are neighbours: a machine's proxy never sees their requests (slime#1714)."""
+async def test_f30_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F-30: workers are neighbours, so a machine's proxy never sees their requests (slime#1714)."""
     with refusing_port() as dead:
         for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, dead)
