@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from asgi_router.errors import AllBusy, QueueFull, QueueTimeout, RouterError
+from asgi_router.errors import AllBusy, NoWorker, QueueFull, QueueTimeout, RouterError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.state import WorkerState
 
 
+LOOK_EVERY = 1.0
+"""Seconds after which the first in the queue looks itself: that a worker's cool-down has ended, nobody tells it."""
+
+
 class _Waiter:
     """One request in the queue, and what it was given."""
 
-    def __init__(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> None:
+    def __init__(self, request: CompletionRequest, exclude: set[WorkerState]) -> None:
         self.request = request
         self.exclude = exclude
         self.served = anyio.Event()
@@ -58,16 +62,21 @@ class Admission:
         """How many requests are waiting."""
         return len(self._queue)
 
-    async def acquire(self, request: CompletionRequest, *, exclude: Collection[WorkerState] = ()) -> Lease:
+    async def acquire(self, request: CompletionRequest, *, exclude: set[WorkerState] | None = None) -> Lease:
         """Return a lease for `request`, now or when there is a place.
 
         Nothing is awaited between the making of the lease and the return.
+
+        Args:
+            request: what a worker is wanted for.
+            exclude: workers that it has tried. If it has to wait they may be back meanwhile, so this is emptied.
 
         Raises:
             QueueFull: too many requests are waiting.
             QueueTimeout: no place became free in time.
             NoWorker, UnknownModel: as `Scheduler.select`, also while waiting.
         """
+        exclude = set() if exclude is None else exclude
         try:
             return self._scheduler.select(self._workers, request, exclude=exclude)
         except AllBusy as exc:
@@ -78,13 +87,18 @@ class Admission:
         self._queue.append(waiter)
         try:
             with anyio.move_on_after(self._queue_timeout):
-                await waiter.served.wait()
+                while not waiter.served.is_set():
+                    with anyio.move_on_after(LOOK_EVERY):
+                        await waiter.served.wait()
+                    if self._queue and self._queue[0] is waiter:
+                        self.serve_waiting()
             if waiter.error is not None:
                 raise waiter.error
             if waiter.lease is None:
                 raise QueueTimeout("All workers are busy.")
 
             lease, waiter.lease = waiter.lease, None
+            exclude.clear()
             return lease
         finally:
             if not waiter.served.is_set():
@@ -101,7 +115,7 @@ class Admission:
         try:
             for waiter in list(self._queue):
                 try:
-                    waiter.lease = self._scheduler.select(self._workers, waiter.request, exclude=waiter.exclude)
+                    waiter.lease = self._select(waiter)
                 except AllBusy:
                     continue
                 except RouterError as exc:
@@ -110,3 +124,15 @@ class Admission:
                 waiter.served.set()
         finally:
             self._serving = False
+
+    def _select(self, waiter: _Waiter) -> Lease:
+        try:
+            return self._scheduler.select(self._workers, waiter.request, exclude=waiter.exclude)
+        except AllBusy:
+            raise
+        except NoWorker:
+            if not waiter.exclude:
+                raise
+
+        waiter.exclude.clear()  # nobody else is left, and these may be back
+        return self._scheduler.select(self._workers, waiter.request)

@@ -94,6 +94,15 @@ class WorkerError(RouterError):
     code = "worker_failed"
 
 
+class WorkerBusy(WorkerError):
+    """Nobody's fault: the worker has answered 429 or 503, and another one may be asked instead.
+
+    The client never sees this: where there is no other worker it gets the worker's own answer.
+    """
+
+    code = "worker_busy"
+
+
 class WorkerUnreachable(WorkerError):
     """The worker's fault: no connection, so it has seen nothing of the request; another one may be tried."""
 

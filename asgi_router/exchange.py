@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -10,9 +11,12 @@ import anyio
 from asgi_router.client import ClientGone
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from asgi_router.client import Client
     from asgi_router.extraction import CompletionRequest
     from asgi_router.scheduling.lease import Lease
+    from asgi_router.scheduling.state import WorkerState
 
 END_GRACE = 1.0
 """Seconds that the last `send` may take once the client has gone."""
@@ -27,31 +31,44 @@ class Exchange:
         body: the client's request body; empty once no worker can be asked any more.
         request: what was read in it; None likewise.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
+        tried: workers that this request need not try again.
+        attempts: how many workers have been asked.
         scope: encloses all that is done for this request: upload, queue, worker and answer.
-        reason: why the scope was cancelled; `late` of the last `allow` if it was the deadline.
+        reason: why the scope was cancelled.
     """
 
-    __slots__ = ("_late", "_stopped", "body", "client", "lease", "request", "scope")
+    __slots__ = ("_attempt", "_late", "attempts", "body", "client", "lease", "reason", "request", "scope", "tried")
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self.body = b""
         self.request: CompletionRequest | None = None
         self.lease: Lease | None = None
+        self.tried: set[WorkerState] = set()
+        self.attempts = 0
         self.scope = anyio.CancelScope()
+        self.reason: Exception | None = None
+        self._attempt = self.scope
         self._late: Exception | None = None
-        self._stopped: Exception | None = None
 
-    @property
-    def reason(self) -> Exception | None:
-        return self._stopped or self._late
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Enclose one try at a worker, which may run out of time.
+
+        Raises:
+            Exception: what the last `allow` gave.
+        """
+        with anyio.CancelScope() as self._attempt:
+            yield
+        if self._attempt.cancelled_caught and self._late is not None:
+            raise self._late
 
     def allow(self, seconds: float | None, late: Exception) -> None:
-        """Give what follows `seconds` (None: no limit), and say what it means if they pass."""
-        if self.scope.cancel_called:
+        """Give what follows in this attempt `seconds` (None: no limit), and say what it means if they pass."""
+        if self._attempt.cancel_called:
             return  # it is too late: the reason stays
         self._late = late
-        self.scope.deadline = math.inf if seconds is None else anyio.current_time() + seconds
+        self._attempt.deadline = math.inf if seconds is None else anyio.current_time() + seconds
 
     def stop(self, reason: Exception) -> None:
         """End the request now.
@@ -61,8 +78,8 @@ class Exchange:
         """
         if self.client.finished:
             self.allow(END_GRACE, ClientGone())
-        elif self._stopped is None:
-            self._stopped = reason
+        elif self.reason is None:
+            self.reason = reason
             self.scope.cancel()
 
     def forget_prompt(self) -> None:

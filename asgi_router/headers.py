@@ -6,6 +6,7 @@ Everything crosses but what is listed here: names in lower case, values and repe
 from __future__ import annotations
 
 import re
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -112,6 +113,22 @@ def is_event_stream(headers: RawHeaders) -> bool:
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     """Return the first value of a header, or an empty string."""
     return next((value.decode("latin-1") for key, value in headers if key.lower() == name), "")
+
+
+def retry_after(raw: Iterable[tuple[bytes, bytes]]) -> float:
+    """Return how many seconds a response asks its client to wait (RFC 9110, section 10.2.3); 0 if it doesn't.
+
+    A date is taken relative to the response's own `date`: whose clock is wrong doesn't matter then.
+    """
+    raw = list(raw)
+    value = header(raw, b"retry-after").strip()
+    if re.fullmatch("[0-9]{1,9}", value):
+        return float(value)
+    try:
+        then, now = (parsedate_to_datetime(text) for text in (value, header(raw, b"date")))
+        return max(0.0, (then - now).total_seconds())
+    except (TypeError, ValueError):  # no date, or one of the two without a time zone
+        return 0.0
 
 
 def _connection_listed(raw: RawHeaders) -> frozenset[bytes]:

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from asgi_router.worker import Worker
 
-ADMIN_PATHS = ("/register", "/registered", "/registered_number", "/health_generate", "/workers", "/workers/drain")
+ADMIN_PATHS = (
+    "/register",
+    "/registered",
+    "/registered_number",
+    "/health_generate",
+    "/workers",
+    "/workers/breaker",
+    "/workers/drain",
+)
 
 
 class RouterMiddleware:

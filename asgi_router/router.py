@@ -1,4 +1,4 @@
-"""Owns the story of one request, readable from top to bottom, and the parts that it needs."""
+"""Owns the parts that a request needs, and how long they are open."""
 
 from __future__ import annotations
 
@@ -10,33 +10,26 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import anyio
-from anyio.lowlevel import checkpoint
 
 from asgi_router.admission import Admission
 from asgi_router.client import Client, ClientGone
-from asgi_router.errors import (
-    InvalidRequest,
-    RouterError,
-    ShuttingDown,
-    WorkerError,
-    WorkerTimeout,
-    WorkerUnreachable,
-)
+from asgi_router.dispatcher import Dispatcher
+from asgi_router.errors import ShuttingDown
 from asgi_router.exchange import Exchange
-from asgi_router.extraction import extract
 from asgi_router.fleet.health import HealthMonitor
+from asgi_router.fleet.register_file import read_register_file
+from asgi_router.fleet.registration import RegistrationError
 from asgi_router.fleet.registry import Registry
-from asgi_router.headers import header
 from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.scheduling.state import WorkerState
+from asgi_router.settings import SettingsError
 from asgi_router.stats import RouterStats, WorkerStats
-from asgi_router.upstream.relay import CLOSE_GRACE, relay
-from asgi_router.upstream.request import upstream_request
-from asgi_router.upstream.transport import PooledTransport, open_response
+from asgi_router.upstream.relay import CLOSE_GRACE
+from asgi_router.upstream.transport import PooledTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,12 +40,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.types import Receive, Scope, Send
 
-    from asgi_router.scheduling.lease import Lease
     from asgi_router.settings import RouterSettings
     from asgi_router.worker import Worker
-
-ERROR_GRACE = 5.0
-"""Seconds that a client may take to accept an error. Nobody listens for its leaving meanwhile."""
 
 logger = logging.getLogger("asgi_router")
 
@@ -68,6 +57,9 @@ class Router:
         transport: how requests reach the workers; closed by `aclose`. Default: a pool of httpx connections.
         clock: monotonic seconds, for the age of prefix blocks.
         rng: chooses among equal workers.
+
+    Raises:
+        SettingsError: `REGISTER_FILE` can't be read, or something in it is wrong.
 
     Attributes:
         settings: as given.
@@ -107,13 +99,13 @@ class Router:
         self._admission = Admission(
             self._scheduler, self.workers, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout
         )
-        for worker in settings.workers:
-            self.workers.add(worker)
-        if not settings.workers:
+        self._add_configured_workers()
+        if not self.workers:
             logger.warning("no workers configured: requests get 503 until one joins")
 
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
+        self._dispatcher = Dispatcher(settings, self.workers, self._scheduler, self._admission, self._transport)
         self.monitor = HealthMonitor(
             self.workers,
             self._transport,
@@ -129,6 +121,21 @@ class Router:
         self._task_groups: dict[int, TaskGroup] = {}  # of `async with router`, by task
         self._draining = False
         self._idle: anyio.Event | None = None
+
+    def _add_configured_workers(self) -> None:
+        settings = self.settings
+        for worker in settings.workers:
+            self.workers.add(worker)
+        if settings.register_file is None:
+            return
+
+        try:
+            listed = read_register_file(settings.register_file, mode=settings.mode)
+        except RegistrationError as exc:
+            raise SettingsError(f"ASGI_ROUTER_REGISTER_FILE: {exc}") from None
+        for worker in listed:
+            # Whether it is up nobody knows: one failed probe is enough, and the monitor begins with this one.
+            self.workers.add(worker).probes_against = max(1, settings.health_failures - 1)
 
     def __repr__(self) -> str:
         return f"<Router {self.settings.policy}: {len(self._exchanges)} exchanges, {list(self.workers)!r}>"
@@ -218,7 +225,9 @@ class Router:
         exchange = Exchange(Client(scope, receive, send))
         self._exchanges.add(exchange)
         try:
-            await self._answer_or_fail(exchange, path)
+            if self._draining:
+                exchange.stop(ShuttingDown("The server is shutting down."))
+            await self._dispatcher.answer_or_fail(exchange, path)
         except ClientGone:
             logger.debug("client gone")
         finally:
@@ -227,118 +236,6 @@ class Router:
             self._exchanges.discard(exchange)
             if not self._exchanges:
                 await self._fall_idle()
-
-    async def _answer_or_fail(self, exchange: Exchange, path: str) -> None:
-        client = exchange.client
-        try:
-            await self._answer(exchange, path)
-        except RouterError as error:
-            if isinstance(error, WorkerError) and exchange.lease:
-                exchange.lease.state.breaker.failed()
-            exchange.release()
-            # No text of another library's exception: it may quote headers.
-            level = logging.DEBUG if isinstance(error, InvalidRequest) else logging.WARNING
-            url = exchange.lease.state.worker.url if exchange.lease else "no worker"
-            logger.log(level, "%s: %s (%s)", url, error.code, type(error.__cause__).__name__)
-            if client.writable:
-                with anyio.move_on_after(min(ERROR_GRACE, self.settings.send_timeout or ERROR_GRACE)):
-                    await (client.cut(error) if client.started else client.fail(error))
-
-    async def _answer(self, exchange: Exchange, path: str) -> None:
-        client = exchange.client
-        if self._draining:
-            raise ShuttingDown("The server is shutting down.")
-
-        with exchange.scope:
-            exchange.body = await client.read_body(self.settings.max_body_bytes)
-            exchange.request = extract(
-                exchange.body, path, header(client.scope.get("headers") or (), b"content-encoding")
-            )
-            await self._serve_watched(exchange, path)
-        if exchange.scope.cancelled_caught and exchange.reason is not None:
-            raise exchange.reason
-
-    async def _serve_watched(self, exchange: Exchange, path: str) -> None:
-        """Serve the request in a task of its own, while this one listens for the client's leaving.
-
-        Not the other way round: this is the task that a server or a host cancels natively. Here that only ends
-        the listening, and the task group then ends the other task in anyio's way, which respects shields (httpcore
-        loses connections to native cancellation: encode/httpcore#1093).
-        """
-        failure: Exception | None = None
-        listening = anyio.CancelScope()
-
-        async def serve() -> None:
-            nonlocal failure
-            try:
-                await checkpoint()  # a client that has gone already costs no prefill
-                await self._serve(exchange, path)
-            except Exception as exc:  # carried out by hand: a task group would wrap it
-                failure = exc
-            finally:
-                listening.cancel()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve)
-            with listening:
-                await self._listen(exchange)
-
-        if failure is not None:
-            raise failure
-
-    async def _listen(self, exchange: Exchange) -> None:
-        try:
-            await exchange.client.wait_gone()
-        except Exception as exc:  # a `receive` that fails will not tell us anything any more
-            logger.debug("receive failed: %s", type(exc).__name__)
-        exchange.stop(ClientGone())
-
-    async def _serve(self, exchange: Exchange, path: str) -> None:
-        response, lease = await self._open(exchange, path)
-        exchange.forget_prompt()
-        url = lease.state.worker.url.encode()
-        await relay(
-            response,
-            exchange,
-            lease,
-            own_headers=[(b"x-router-worker", url)] if self.settings.decision_headers else [],
-            idle_timeout=self.settings.idle_timeout,
-            send_timeout=self.settings.send_timeout,
-        )
-        if response.status_code < 500 and response.status_code != 429:
-            lease.state.breaker.succeeded()
-
-    async def _open(self, exchange: Exchange, path: str) -> tuple[httpx.Response, Lease]:
-        """Find a worker for the request, and return its response as soon as the head is there, with the lease."""
-        settings = self.settings
-        request = exchange.request
-        assert request is not None  # it was read before a worker is asked
-        tried: set[WorkerState] = set()
-        while True:
-            lease = exchange.lease = await self._admission.acquire(request, exclude=tried)
-            url = lease.state.worker.url
-            try:
-                outgoing = upstream_request(
-                    exchange.client.scope,
-                    url + path,
-                    exchange.body,
-                    connect_timeout=settings.connect_timeout,
-                    write_timeout=settings.idle_timeout,
-                )
-                exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
-                return await open_response(self._transport, outgoing), lease
-            except WorkerUnreachable:
-                tried.add(lease.state)
-                others = self._scheduler.able(self.workers, request, exclude=tried)
-                if not others or len(tried) > settings.retry_attempts:
-                    raise
-
-                # The worker has seen nothing of the request, so the lease may move on. Its time for a first byte must
-                # not go on: the request may have to wait for the next worker, and that has a time-out of its own.
-                exchange.allow(None, late=WorkerTimeout("The worker did not answer in time."))
-                lease.state.breaker.failed()
-                lease.release()
-                logger.warning("%s: no connection, trying another worker", url)
 
     async def _fall_idle(self) -> None:
         if self._idle is not None:

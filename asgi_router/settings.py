@@ -101,6 +101,12 @@ def _prefix(value: str | None) -> str | None:
     return value if value in (None, "/") else _path(value)
 
 
+def _header_name(value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", value.strip()):
+        raise ValueError("must be the name of a header")
+    return value and value.strip().lower()
+
+
 def _token(value: object) -> object:
     text = _none(value.get_secret_value() if isinstance(value, SecretStr) else value)
     if text is None:
@@ -186,6 +192,8 @@ BlockBytes = Annotated[_Int, Field(ge=64, le=65536)]
 PolicyName = Annotated[str, AfterValidator(_one_of("policy", POLICIES, _POLICIES_LATER, "this policy"))]
 ModeName = Annotated[str, AfterValidator(_one_of("mode", MODES, _MODES_LATER, "disaggregated mode"))]
 AdminPrefix = Annotated[str | None, AfterValidator(_prefix), BeforeValidator(_none)]
+FileName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none)]
+HeaderName = Annotated[str | None, AfterValidator(_header_name), BeforeValidator(_none)]
 AdminToken = Annotated[SecretStr | None, BeforeValidator(_token)]
 _Worker = Annotated[Worker, BeforeValidator(_worker)]
 _Path = Annotated[str, AfterValidator(_path)]
@@ -251,7 +259,10 @@ class RouterSettings(BaseSettings):
     max_body_bytes: PositiveInt = Field(64 * 1024 * 1024, description="Bytes of the largest request body.")
     decision_headers: bool = Field(False, description="Whether answers name the worker that was chosen.")
     drain_timeout: NotNegative = Field(30.0, description="Seconds to wait for running requests at shutdown.")
-    retry_attempts: Count = Field(2, description="Further workers tried when one can't be connected to.")
+    retry_attempts: Count = Field(2, description="Further workers tried when one can't take a request.")
+    retry_safe_header: HeaderName = Field(
+        "idempotency-key", description="Request header that marks a request as safe to repeat, or none."
+    )
     max_concurrent_per_worker: OptionalCount = Field(None, description="Requests in flight per worker, or none.")
     queue_size: Count = Field(100, description="Requests that may wait for a place.")
     queue_timeout: Positive = Field(30.0, description="Seconds that a request may wait for a place.")
@@ -266,6 +277,7 @@ class RouterSettings(BaseSettings):
     admin_token: AdminToken = Field(None, description="Bearer token that opens the admin API.")
     # Ahead of `admin_open`, whose check looks at it.
     register_allow: Rules = Field((), description="Networks and host patterns of workers that may register.")
+    register_file: FileName = Field(None, description="YAML or JSON file of further workers, as they would register.")
     admin_open: bool = Field(False, description="Whether the admin API needs no token.")
     prefix_block_bytes: BlockBytes = Field(512, description="Bytes of prompt per block of the prefix index.")
     prefix_capacity_tokens: Count = Field(250_000, description="Tokens remembered per worker; 0: nothing.")

@@ -30,6 +30,8 @@ class WorkerStats:
     healthy: bool
     draining: bool
     breaker: BreakerState
+    backing_off: bool
+    """It has answered 429 or 503 with `Retry-After`, and that time is not over."""
 
     @classmethod
     def of(cls, state: WorkerState) -> WorkerStats:
@@ -45,6 +47,7 @@ class WorkerStats:
             healthy=state.healthy,
             draining=state.draining,
             breaker=state.breaker.state,
+            backing_off=state.breaker.backing_off,
         )
 
 

@@ -31,6 +31,7 @@ DEFAULTS: dict[str, object] = {
     "decision_headers": False,
     "drain_timeout": 30.0,
     "retry_attempts": 2,
+    "retry_safe_header": "idempotency-key",
     "max_concurrent_per_worker": None,
     "queue_size": 100,
     "queue_timeout": 30.0,
@@ -44,6 +45,7 @@ DEFAULTS: dict[str, object] = {
     "admin_prefix": None,
     "admin_token": None,
     "register_allow": (),
+    "register_file": None,
     "admin_open": False,
     "prefix_block_bytes": 512,
     "prefix_capacity_tokens": 250_000,
@@ -56,7 +58,7 @@ DEFAULTS: dict[str, object] = {
     "cache_aware_balance_rel": 0.5,
     "waiting_weight": 1.0,
 }
-TEXTS = ("admin_prefix", "admin_token", "register_allow")
+TEXTS = ("retry_safe_header", "admin_prefix", "admin_token", "register_allow", "register_file")
 POSITIVE = (
     "connect_timeout",
     "queue_timeout",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
@@ -67,9 +67,9 @@ def admin_app(router: Administered) -> Starlette:
             Route("/registered", admin.registered),
             Route("/registered_number", admin.registered_number),
             Route("/health_generate", admin.health_generate),
-            Route("/workers", admin.workers),
-            Route("/workers", admin.remove, methods=["DELETE"]),
+            Route("/workers", admin.workers, methods=["GET", "DELETE"]),
             Route("/workers/drain", admin.drain, methods=["POST"]),
+            Route("/workers/breaker", admin.breaker, methods=["POST"]),
         ],
         # Around the routes, so that a closed API doesn't even say which paths there are.
         middleware=[Middleware(_Gate, settings=router.settings)],
@@ -100,7 +100,7 @@ class _Gate:
         self._token = settings.admin_token.get_secret_value().encode() if settings.admin_token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (self._open or self._has_token(scope)):
+        if scope["type"] == "http" and not ((self._open and not _from_a_page(scope)) or self._has_token(scope)):
             await _answer(403, "closed: the admin token is needed")(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -112,6 +112,12 @@ class _Gate:
 
         scheme, _, token = given[0].partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._token)
+
+
+def _from_a_page(scope: Scope) -> bool:
+    """Tell whether a web page of another origin has made a browser ask: from inside a network that is trusted."""
+    headers = {name: value for name, value in scope["headers"] if name in (b"host", b"origin")}
+    return b"origin" in headers and headers[b"origin"].partition(b"://")[2] != headers.get(b"host")
 
 
 class _Admin:
@@ -137,7 +143,7 @@ class _Admin:
             logger.warning("%s: registration refused: no answer to a health probe", worker.url)
             return _answer(503, f"{worker.url} service is not healthy")
 
-        self._router.workers.add(worker)
+        self._router.workers.add(self._with_known_models(worker))
         logger.info("%s: registered as %s", worker.url, worker.role)
         return _answer(200, "Register success")
 
@@ -167,7 +173,9 @@ class _Admin:
         return _answer(200 if all(healthy.values()) else 503, "Health check complete", workers=healthy)
 
     async def workers(self, request: Request) -> JSONResponse:
-        """Return `Router.stats()`: every worker with its counters and its health."""
+        """Return `Router.stats()`: every worker with its counters and its health. On `DELETE`, remove one."""
+        if request.method == "DELETE":
+            return self._remove(request)
         return JSONResponse(asdict(self._router.stats()))
 
     async def drain(self, request: Request) -> JSONResponse:
@@ -181,12 +189,27 @@ class _Admin:
         logger.info("%s: %s", state.worker.url, "draining" if draining else "not draining any more")
         return _answer(200, "Drain success", draining=draining, requests=state.requests)
 
-    async def remove(self, request: Request) -> JSONResponse:
-        """Let a worker leave; its requests in flight go on."""
+    async def breaker(self, request: Request) -> JSONResponse:
+        """Open a worker's circuit breaker for one cool-down, or close it."""
+        state = self._asked_for(request)
+        wanted = request.query_params.get("state", "").lower()
+        if wanted not in ("open", "closed"):
+            raise HTTPException(400, "state must be open or closed")
+
+        self._router.workers.set_breaker(state.worker.url, open=wanted == "open")
+        logger.info("%s: breaker %s by hand", state.worker.url, wanted)
+        return _answer(200, "Breaker success", breaker=state.breaker.state)
+
+    def _remove(self, request: Request) -> JSONResponse:
         state = self._asked_for(request)
         self._router.workers.remove(state.worker.url)
         logger.info("%s: removed", state.worker.url)
         return _answer(200, "Remove success", requests=state.requests)
+
+    def _with_known_models(self, worker: Worker) -> Worker:
+        # Engines don't tell their models when they register again: the list that an operator gave stays.
+        known = [state.worker.models for state in self._router.workers if state.worker.url == worker.url]
+        return replace(worker, models=known[0]) if known and not worker.models else worker
 
     def _of(self, role: Role) -> list[Worker]:
         return [state.worker for state in self._router.workers if state.worker.role is role]

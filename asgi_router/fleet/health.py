@@ -31,7 +31,8 @@ class HealthMonitor:
         workers: the fleet, iterated anew for each round.
         transport: how probes reach the workers.
         path: what is asked for, below a worker's URL.
-        interval: seconds from one round to the next; the first one is that long after the start.
+        interval: seconds from one round to the next. The first one is that long after the start, but workers that
+            are in doubt then are probed at once.
         timeout: seconds that a probe may take; then it counts as failed.
         failures: how many in a row make a healthy worker unhealthy.
         successes: how many in a row make an unhealthy one healthy.
@@ -71,11 +72,12 @@ class HealthMonitor:
         me = object()
         try:
             async with anyio.create_task_group() as tasks:
+                self._start_probes(tasks, [state for state in self._workers if state.probes_against])
                 while True:
                     await anyio.sleep(self._interval)
                     self._runner = self._runner or me
                     if self._runner is me:
-                        self._start_probes(tasks)
+                        self._start_probes(tasks, self._workers)
         finally:
             if self._runner is me:
                 self._runner = None
@@ -83,10 +85,10 @@ class HealthMonitor:
     async def probe_all(self) -> None:
         """Probe each worker once, all at the same time, but for those whose probe is under way."""
         async with anyio.create_task_group() as tasks:
-            self._start_probes(tasks)
+            self._start_probes(tasks, self._workers)
 
-    def _start_probes(self, tasks: TaskGroup) -> None:
-        for state in self._workers:
+    def _start_probes(self, tasks: TaskGroup, workers: Iterable[WorkerState]) -> None:
+        for state in workers:
             if state not in self._asked:
                 self._asked.add(state)
                 tasks.start_soon(self._probe, state)

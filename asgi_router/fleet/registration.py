@@ -32,20 +32,26 @@ class RegistrationError(ValueError):
 
 
 def read_registration(body: bytes, *, mode: str) -> Worker:
-    """Read the JSON that a FastDeploy engine registers with.
+    """Read the JSON that a FastDeploy engine registers with. See `read_worker`."""
+    try:
+        payload = json.loads(body)
+    except (ValueError, RecursionError):
+        raise RegistrationError("Invalid InstanceInfo JSON format: not valid JSON") from None
+
+    return read_worker(payload, mode=mode)
+
+
+def read_worker(payload: object, *, mode: str) -> Worker:
+    """Read what a FastDeploy engine registers with, and `models`, the names that it serves (none: every model).
 
     Args:
-        body: a JSON object; fields that are not known are ignored.
+        payload: an object; fields that are not known are ignored.
         mode: the router's. The ports that prefill and decode workers use among themselves matter only if it is
             not `mixed`: in mixed mode one that is out of range counts as unset, as FastDeploy accepts it there.
 
     Raises:
         RegistrationError: it is no such object, a field is wrong, or the role doesn't fit the mode.
     """
-    try:
-        payload = json.loads(body)
-    except (ValueError, RecursionError):
-        raise RegistrationError("Invalid InstanceInfo JSON format: not valid JSON") from None
     if not isinstance(payload, dict):
         raise RegistrationError("Invalid InstanceInfo JSON format: not an object")
 
@@ -60,6 +66,7 @@ def read_registration(body: bytes, *, mode: str) -> Worker:
         "transfer_protocol": _protocols,
         "device_ids": _device_ids,
         "tp_size": read_number,
+        "models": read_names,
     }
     fields: dict[str, Any] = {}
     for name, read in readers.items():

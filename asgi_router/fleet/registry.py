@@ -67,6 +67,19 @@ class Registry:
         self.get(url).draining = draining
         self._on_change()
 
+    def set_breaker(self, url: str, *, open: bool) -> None:
+        """Open a worker's circuit breaker for one cool-down, or close it and end any `Retry-After` of the worker's.
+
+        Raises:
+            KeyError: there is no worker with this URL.
+        """
+        breaker = self.get(url).breaker
+        if open:
+            breaker.open()
+        else:
+            breaker.close()
+        self._on_change()
+
     def remove(self, url: str) -> None:
         """Let a worker leave: it gets no new requests, those in flight go on, its prefix blocks are forgotten.
 

@@ -7,15 +7,22 @@
 
 Failures are those of the connection: refused, reset, timed out, no HTTP. What a worker answers is no failure: 4xx
 is the client's, 429 and 503 say that it is busy, and any 5xx that it is there.
+
+Apart from all this a busy worker may ask not to be asked for some seconds (`Retry-After`).
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+BACK_OFF_LIMIT = 60.0
+"""Seconds for which a worker is left alone at most, whatever it asks for."""
 
 
 class BreakerState(enum.StrEnum):
@@ -35,7 +42,7 @@ class Breaker:
         clock: monotonic seconds.
     """
 
-    __slots__ = ("_clock", "_cooldown", "_failures", "_failures_to_open", "_opened", "_probing")
+    __slots__ = ("_back_off_until", "_clock", "_cooldown", "_failures", "_failures_to_open", "_opened", "_probing")
 
     def __init__(self, failures: int, cooldown: float, clock: Callable[[], float]) -> None:
         self._failures_to_open = failures
@@ -44,6 +51,7 @@ class Breaker:
         self._failures = 0
         self._opened: float | None = None  # when
         self._probing = False
+        self._back_off_until = -math.inf
 
     def __repr__(self) -> str:
         return f"<Breaker {self.state}, {self._failures} failures>"
@@ -59,7 +67,14 @@ class Breaker:
     @property
     def admits(self) -> bool:
         """Whether a request may come now."""
+        if self.backing_off:
+            return False
         return self._opened is None or (not self._probing and self.state is BreakerState.HALF_OPEN)
+
+    @property
+    def backing_off(self) -> bool:
+        """Whether the worker has asked to be left alone, and the time is not over."""
+        return self._clock() < self._back_off_until
 
     def enter(self) -> bool:
         """Note that a request comes; return whether it is the probe, and so has to `leave`."""
@@ -84,10 +99,15 @@ class Breaker:
         self._failures = 0
         self._opened = None
 
+    def back_off(self, seconds: float) -> None:
+        """Let no request in for `seconds`, `BACK_OFF_LIMIT` at most. The longest wish counts."""
+        self._back_off_until = max(self._back_off_until, self._clock() + min(seconds, BACK_OFF_LIMIT))
+
     def open(self) -> None:
         """Open it by hand, for one cool-down."""
         self._opened = self._clock()
 
     def close(self) -> None:
-        """Close it by hand."""
+        """Close it by hand, and ask the worker again even if it wants to be left alone."""
         self.succeeded()
+        self._back_off_until = -math.inf

@@ -74,6 +74,7 @@ async def relay(
             lease.first_byte(prefilled=status < 400)
         exchange.allow(send_timeout, gone)
         await checkpoint_if_cancelled()  # a deadline that passed in this very tick is still a clean error
+        exchange.forget_prompt()
         await client.start(status, [*headers, *own_headers])
 
         count = 0
@@ -102,9 +103,7 @@ async def relay(
         exchange.allow(send_timeout, gone)
         await client.end(chunk)
     finally:
-        # Nothing that must happen may stand behind this: a native cancellation gets through the shield.
-        with anyio.move_on_after(CLOSE_GRACE, shield=True):
-            await _close(chunks, response)
+        await close_response(response, chunks)
 
 
 async def _read(chunks: AsyncIterator[bytes]) -> bytes:
@@ -128,12 +127,17 @@ async def _finish(chunks: AsyncIterator[bytes]) -> None:
         logger.debug("worker failed after a complete answer: %s", type(exc).__name__)
 
 
-async def _close(chunks: AsyncIterator[bytes], response: httpx.Response) -> None:
-    try:
+async def close_response(response: httpx.Response, chunks: AsyncIterator[bytes] | None = None) -> None:
+    """Close a response, and the iterator over its body if there is one. Bounded in time, never raises.
+
+    Nothing that must happen may stand behind this: a native cancellation gets through the shield.
+    """
+    with anyio.move_on_after(CLOSE_GRACE, shield=True):
         try:
-            if (aclose := getattr(chunks, "aclose", None)) is not None:
-                await aclose()
-        finally:
-            await response.aclose()
-    except Exception as exc:
-        logger.debug("closing a worker's response failed: %s", type(exc).__name__)
+            try:
+                if (aclose := getattr(chunks, "aclose", None)) is not None:
+                    await aclose()
+            finally:
+                await response.aclose()
+        except Exception as exc:
+            logger.debug("closing a worker's response failed: %s", type(exc).__name__)

@@ -29,7 +29,7 @@ MUTANTS = [
             self._exchanges.discard(exchange)
 """,
         """            self._exchanges.discard(exchange)
-            await checkpoint()
+            await anyio.lowlevel.checkpoint()
             exchange.release()
 """,
     ),
@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "watcher-after-head",
         "nobody listens for a disconnect until the worker's head is there",
-        "router.py",
+        "dispatcher.py",
         """            await exchange.client.wait_gone()
         except Exception as exc:""",
         """            while not exchange.client.started:
@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant(
         "lease-stays-on-retry",
         "the lease on a worker that refused the connection is forgotten",
-        "router.py",
+        "dispatcher.py",
         """                lease.release()
                 logger.warning""",
         """                logger.warning""",
@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant(
         "served-in-the-servers-task",
         "native cancellation reaches the pool, which loses connections to it",
-        "router.py",
+        "dispatcher.py",
         """            tasks.start_soon(serve)
             with listening:
                 await self._listen(exchange)

@@ -1,0 +1,206 @@
+"""Owns the story of one request, readable from top to bottom: read it, choose a worker, ask it, pass its answer on."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from asgi_router.client import ClientGone
+from asgi_router.errors import InvalidRequest, RouterError, WorkerBusy, WorkerError, WorkerTimeout, WorkerUnreachable
+from asgi_router.extraction import extract
+from asgi_router.headers import header, retry_after
+from asgi_router.upstream.relay import close_response, relay
+from asgi_router.upstream.request import upstream_request
+from asgi_router.upstream.transport import open_response
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import httpx
+
+    from asgi_router.admission import Admission
+    from asgi_router.exchange import Exchange
+    from asgi_router.scheduling.lease import Lease
+    from asgi_router.scheduling.scheduler import Scheduler
+    from asgi_router.scheduling.state import WorkerState
+    from asgi_router.settings import RouterSettings
+
+ERROR_GRACE = 5.0
+"""Seconds that a client may take to accept an error. Nobody listens for its leaving meanwhile."""
+
+BUSY = (429, 503)
+"""What a worker answers that has not taken a request (RFC 6585, section 4; RFC 9110, section 15.6.4)."""
+
+logger = logging.getLogger("asgi_router")
+
+
+class Dispatcher:
+    """Takes requests from their client to a worker, and answers back.
+
+    Args:
+        settings: the router's.
+        workers: the fleet.
+        scheduler: tells which workers could take a request.
+        admission: gives a request its lease.
+        transport: how requests reach the workers.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: Collection[WorkerState],
+        scheduler: Scheduler,
+        admission: Admission,
+        transport: httpx.AsyncBaseTransport,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._scheduler = scheduler
+        self._admission = admission
+        self._transport = transport
+
+    async def answer_or_fail(self, exchange: Exchange, path: str) -> None:
+        """Answer the completion request to the route `path`, with an error if it must be.
+
+        Raises:
+            ClientGone: nobody is there any more.
+            AnswerCut: a worker failed after the answer had begun, and the answer is no event stream.
+        """
+        client = exchange.client
+        try:
+            await self._answer(exchange, path)
+        except RouterError as error:
+            if isinstance(error, WorkerError) and exchange.lease:
+                exchange.lease.state.breaker.failed()
+            exchange.release()
+            # No text of another library's exception: it may quote headers.
+            level = logging.DEBUG if isinstance(error, InvalidRequest) else logging.WARNING
+            url = exchange.lease.state.worker.url if exchange.lease else "no worker"
+            logger.log(level, "%s: %s (%s)", url, error.code, type(error.__cause__).__name__)
+            if client.writable:
+                with anyio.move_on_after(min(ERROR_GRACE, self._settings.send_timeout or ERROR_GRACE)):
+                    await (client.cut(error) if client.started else client.fail(error))
+
+    async def _answer(self, exchange: Exchange, path: str) -> None:
+        client = exchange.client
+        with exchange.scope:
+            exchange.body = await client.read_body(self._settings.max_body_bytes)
+            exchange.request = extract(
+                exchange.body, path, header(client.scope.get("headers") or (), b"content-encoding")
+            )
+            await self._serve_watched(exchange, path)
+        if exchange.scope.cancelled_caught and exchange.reason is not None:
+            raise exchange.reason
+
+    async def _serve_watched(self, exchange: Exchange, path: str) -> None:
+        """Serve the request in a task of its own, while this one listens for the client's leaving.
+
+        Not the other way round: this is the task that a server or a host cancels natively. Here that only ends
+        the listening, and the task group then ends the other task in anyio's way, which respects shields (httpcore
+        loses connections to native cancellation: encode/httpcore#1093).
+        """
+        failure: Exception | None = None
+        listening = anyio.CancelScope()
+
+        async def serve() -> None:
+            nonlocal failure
+            try:
+                await checkpoint()  # a client that has gone already costs no prefill
+                await self._serve(exchange, path)
+            except Exception as exc:  # carried out by hand: a task group would wrap it
+                failure = exc
+            finally:
+                listening.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            with listening:
+                await self._listen(exchange)
+
+        if failure is not None:
+            raise failure
+
+    async def _listen(self, exchange: Exchange) -> None:
+        try:
+            await exchange.client.wait_gone()
+        except Exception as exc:  # a `receive` that fails will not tell us anything any more
+            logger.debug("receive failed: %s", type(exc).__name__)
+        exchange.stop(ClientGone())
+
+    async def _serve(self, exchange: Exchange, path: str) -> None:
+        """Ask one worker after the other, until one answers or no failure may be repeated any more."""
+        while True:
+            assert exchange.request is not None  # it was read, and no answer has begun
+            lease = exchange.lease = await self._admission.acquire(exchange.request, exclude=exchange.tried)
+            exchange.tried.add(lease.state)
+            exchange.attempts += 1
+            try:
+                with exchange.attempt():
+                    await self._ask(exchange, path, lease)
+                return
+            except WorkerError as error:
+                if not self._may_move_on(exchange, error):
+                    raise
+
+                # The client has seen nothing yet, so the lease may move on.
+                if not isinstance(error, WorkerBusy):
+                    lease.state.breaker.failed()
+                lease.release()
+                logger.warning("%s: %s, trying another worker", lease.state.worker.url, error.code)
+
+    def _others(self, exchange: Exchange) -> list[WorkerState]:
+        """Return the workers that may be asked if the present one fails."""
+        if exchange.request is None or exchange.attempts > self._settings.retry_attempts:
+            return []
+
+        return self._scheduler.able(self._workers, exchange.request, exclude=exchange.tried)
+
+    def _may_move_on(self, exchange: Exchange, error: WorkerError) -> bool:
+        """Tell whether another worker may be asked: this one has done nothing, or the client says that it may."""
+        if isinstance(error, WorkerBusy):
+            return True  # else it would not have been raised
+        if exchange.client.started or not self._others(exchange):
+            return False
+
+        mark = self._settings.retry_safe_header
+        marked = mark is not None and header(exchange.client.scope.get("headers") or (), mark.encode()) != ""
+        return marked or isinstance(error, WorkerUnreachable)
+
+    async def _ask(self, exchange: Exchange, path: str, lease: Lease) -> None:
+        """Send the request to the worker of `lease`, and pass its answer on.
+
+        Raises:
+            WorkerBusy: it has not taken the request, and another one may.
+            WorkerError: it failed; `exchange.client.started` says whether the client has seen anything.
+        """
+        settings = self._settings
+        url = lease.state.worker.url
+        breaker = lease.state.breaker
+        outgoing = upstream_request(
+            exchange.client.scope,
+            url + path,
+            exchange.body,
+            connect_timeout=settings.connect_timeout,
+            write_timeout=settings.idle_timeout,
+        )
+        exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
+        response = await open_response(self._transport, outgoing)
+        if response.status_code in BUSY:
+            breaker.back_off(retry_after(response.headers.raw))
+            if any(state.breaker.admits for state in self._others(exchange)):
+                await close_response(response)
+                raise WorkerBusy("The worker is busy.")
+
+        await relay(
+            response,
+            exchange,
+            lease,
+            own_headers=[(b"x-router-worker", url.encode())] if settings.decision_headers else [],
+            idle_timeout=settings.idle_timeout,
+            send_timeout=settings.send_timeout,
+        )
+        if response.status_code < 500 and response.status_code != 429:
+            breaker.succeeded()
