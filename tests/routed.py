@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from asgi_router import Router, RouterMiddleware, RouterSettings
 from tests.instruments.asgi_client import Exchange
 from tests.instruments.fake_worker import FakeFleet, Script
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from asgi_router.stats import WorkerStats
     from tests.instruments.fake_worker import FakeWorker, Scripts, Step
@@ -49,9 +50,11 @@ class Routed:
     """A router before scripted workers; called as an ASGI app, it is the middleware around no app."""
 
     def __init__(self, workers: Mapping[str, Scripts] | Script, **settings: object) -> None:
+        """Take the settings of the router, and `clock`."""
+        clock = cast("Callable[[], float]", settings.pop("clock", time.monotonic))
         scripts = {WORKER: workers} if isinstance(workers, Script) else workers
         self.fleet = FakeFleet(scripts)
-        self.router = Router(RouterSettings(workers=list(scripts), **settings), transport=self.fleet)
+        self.router = Router(RouterSettings(workers=list(scripts), **settings), transport=self.fleet, clock=clock)
         self.app = RouterMiddleware(unreachable_app, router=self.router)
 
     @property

@@ -14,6 +14,7 @@ from tests.instruments import asyncio_only
 from tests.instruments.asgi_client import HANG, Exchange
 from tests.instruments.cancel import cancel_natively
 from tests.routed import OTHER, WORKER, Routed, answer, completion_body
+from tests.scheduling.builders import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -286,4 +287,67 @@ async def test_shutdown_while_requests_wait() -> None:
         await until(lambda: len(routed.router._admission) == 1)
         await routed.router.aclose()
     assert [exchange.status for exchange in exchanges] == [503, 503]
+    routed.assert_released()
+
+
+# --- A request that was refused by a worker, and then waits
+
+
+async def test_a_worker_that_is_back_is_asked_again_after_a_wait() -> None:
+    """Refused by one worker, then queued for the other one, which leaves: the first one, back meanwhile, serves it."""
+    gated = Gated()
+    refused = replace(GOOD, connect=[httpx.ConnectError("refused")])
+    routed = Routed({WORKER: [refused, GOOD], OTHER: gated}, policy="round_robin", max_concurrent_per_worker=1)
+    routed.router.workers.drain(WORKER)
+    holder, waiting = asked("holder"), asked("waiting")
+    async with holder.running(routed.app):
+        await routed.fleet[OTHER].received(1)
+        routed.router.workers.drain(WORKER, draining=False)
+        async with waiting.running(routed.app):
+            await until(lambda: len(routed.router._admission) == 1)
+            assert routed.worker.connects == 1
+            routed.router.workers.remove(OTHER)
+        gated.gates[0].set()
+
+    assert (waiting.status, routed.worker.connects) == (200, 2)
+    routed.assert_released()
+
+
+async def test_after_a_wait_every_worker_may_be_tried() -> None:
+    """A place that becomes free at the second worker, which refuses too, doesn't end it: the first one is back."""
+    refused = replace(GOOD, connect=[httpx.ConnectError("refused")])
+    gate = anyio.Event()
+    routed = Routed(
+        {WORKER: [refused, GOOD], OTHER: [replace(GOOD, head=[gate]), refused]},
+        policy="round_robin",
+        max_concurrent_per_worker=1,
+    )
+    routed.router.workers.drain(WORKER)
+    holder, waiting = asked("holder"), asked("waiting")
+    async with holder.running(routed.app):
+        await routed.fleet[OTHER].received(1)
+        routed.router.workers.drain(WORKER, draining=False)
+        async with waiting.running(routed.app):
+            await until(lambda: len(routed.router._admission) == 1)
+            gate.set()
+
+    assert (waiting.status, routed.worker.connects, routed.fleet[OTHER].connects) == (200, 2, 2)
+    routed.assert_released()
+
+
+async def test_the_end_of_a_cool_down_is_noticed_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing happens when a worker may be asked again, so the first in the queue looks from time to time."""
+    monkeypatch.setattr("asgi_router.admission.LOOK_EVERY", 0.01)
+    clock = Clock()
+    gated = Gated()
+    routed = Routed({WORKER: GOOD, OTHER: gated}, clock=clock, max_concurrent_per_worker=1)
+    routed.router.workers.get(WORKER).breaker.open()
+    holder, waiting = asked("holder"), asked("waiting")
+    async with holder.running(routed.app):
+        await routed.fleet[OTHER].received(1)
+        async with waiting.running(routed.app):
+            await until(lambda: len(routed.router._admission) == 1)
+            clock.now += 10
+        assert waiting.status == 200
+        gated.gates[0].set()
     routed.assert_released()

@@ -144,3 +144,30 @@ def test_any_try_is_better_than_none() -> None:
     sound, broken = fleet("cd")
     broken.breaker = opened(Clock())
     assert new_scheduler().select([sound, broken], request("x"), exclude=[sound]).state is broken
+
+
+def test_backing_off_apart_from_the_breaker() -> None:
+    """The longest wish of the worker counts, up to a minute; it neither opens nor closes the breaker."""
+    clock = Clock()
+    breaker = new_breaker(clock)
+    breaker.back_off(5)
+    breaker.back_off(2)
+    assert [breaker.state, breaker.admits, breaker.backing_off] == [BreakerState.CLOSED, False, True]
+    breaker.succeeded()
+    assert [breaker.admits, breaker.backing_off] == [False, True]
+    clock.now += 5
+    assert [breaker.admits, breaker.backing_off] == [True, False]
+    breaker.back_off(1e9)
+    clock.now += 60
+    assert [breaker.admits, breaker.backing_off] == [True, False]
+
+
+def test_half_open_probe_waits_for_the_end_of_a_back_off() -> None:
+    """A worker that may be probed by the breaker's time is left alone for as long as it has asked for."""
+    clock = Clock()
+    breaker = opened(clock)
+    breaker.back_off(COOLDOWN + 5)
+    clock.now += COOLDOWN
+    assert (breaker.state, breaker.admits) == (BreakerState.HALF_OPEN, False)
+    clock.now += 5
+    assert breaker.enter()

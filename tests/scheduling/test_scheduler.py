@@ -177,7 +177,16 @@ def test_select_reads_no_clock_but_the_one_passed(name: str, monkeypatch: pytest
 
 def test_the_scheduling_package_can_not_wait() -> None:
     """No module of it has a coroutine or imports what could wait; outward it knows plain data and nothing else."""
-    allowed = {"asgi_router.errors", "asgi_router.prefix_key", "dataclasses", "enum", "itertools", "math", "typing", "weakref"}
+    allowed = {
+        "asgi_router.errors",
+        "asgi_router.prefix_key",
+        "dataclasses",
+        "enum",
+        "itertools",
+        "math",
+        "typing",
+        "weakref",
+    }
     directory = Path(asgi_router.scheduling.__file__).parent
     modules = sorted(directory.glob("*.py"))
     assert len(modules) > 5
