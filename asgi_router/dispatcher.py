@@ -190,7 +190,7 @@ class Dispatcher:
         response = await open_response(self._transport, outgoing)
         if response.status_code in BUSY:
             breaker.back_off(retry_after(response.headers.raw))
-            if any(state.breaker.admits for state in self._others(exchange)):
+            if not all(state.breaker.backing_off for state in self._others(exchange)):
                 await close_response(response)
                 raise WorkerBusy("The worker is busy.")
 
@@ -202,5 +202,8 @@ class Dispatcher:
             idle_timeout=settings.idle_timeout,
             send_timeout=settings.send_timeout,
         )
-        if response.status_code < 500 and response.status_code != 429:
-            breaker.succeeded()
+        if response.status_code not in BUSY:
+            if response.status_code < 500:
+                breaker.succeeded()
+            else:
+                breaker.failed()

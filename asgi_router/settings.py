@@ -271,7 +271,7 @@ class RouterSettings(BaseSettings):
     health_timeout: Positive = Field(5.0, description="Seconds that a probe may take.")
     health_failures: PositiveInt = Field(3, description="Failed probes in a row that make a worker unhealthy.")
     health_successes: PositiveInt = Field(2, description="Good probes in a row that make it healthy again.")
-    breaker_failures: Count = Field(5, description="Failed connections in a row that open the breaker; 0: never.")
+    breaker_failures: Count = Field(5, description="Failed requests in a row that open the breaker; 0: never.")
     breaker_cooldown: Positive = Field(10.0, description="Seconds after which an open breaker lets one request in.")
     admin_prefix: AdminPrefix = Field(None, description="Path under which the admin API is served, / for the root.")
     admin_token: AdminToken = Field(None, description="Bearer token that opens the admin API.")

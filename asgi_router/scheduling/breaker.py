@@ -2,11 +2,12 @@
 
 1. Closed: requests come. `failures` failures in a row, with no whole answer between them, open it.
 2. Open: no requests come, for `cooldown` seconds.
-3. Half-open: one request is let in as a probe. Its first byte closes the breaker, its failure opens it anew. If
-   it ends without either (the client left, say) the next one is the probe.
+3. Half-open: one request is let in as a probe. The first byte of a good answer closes the breaker, a failure opens it
+   anew. If it ends without either (the client left, say) the next one is the probe.
 
-Failures are those of the connection: refused, reset, timed out, no HTTP. What a worker answers is no failure: 4xx
-is the client's, 429 and 503 say that it is busy, and any 5xx that it is there.
+Failures are those of the connection (refused, reset, timed out, no HTTP) and answers like 500: a worker that gives
+them at once is always the least busy one, and would draw all requests. 4xx is the client's fault, and 429 and 503
+say that the worker is busy: they are neither failure nor success.
 
 Apart from all this a busy worker may ask not to be asked for some seconds (`Retry-After`).
 """
@@ -89,13 +90,13 @@ class Breaker:
         self._probing = False
 
     def failed(self) -> None:
-        """Note a failure of the connection."""
+        """Note a failure."""
         self._failures += 1
         if self._opened is not None or 0 < self._failures_to_open <= self._failures:
             self._opened = self._clock()
 
     def succeeded(self) -> None:
-        """Note a whole answer, or the first byte of the probe's."""
+        """Note a whole answer, or the first byte of a good one to the probe."""
         self._failures = 0
         self._opened = None
 

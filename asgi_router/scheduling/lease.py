@@ -66,7 +66,7 @@ class Lease:
         if self._waiting:
             self._prefilled = prefilled
             self._stop_waiting()
-            if self._probe:
+            if self._probe and prefilled:
                 self.state.breaker.succeeded()
 
     def release(self) -> None:

@@ -23,12 +23,13 @@ WORKER_CODES = ("storm", "loading")
 
 @dataclass(frozen=True)
 class Plan:
-    """One request of a client, and when it leaves (None: it stays)."""
+    """One request of a client, whether it may be repeated, and when it leaves (None: it stays)."""
 
     job: Job
     prompt: str
     leave_after: float | None
     leave_by_reset: bool
+    marked: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def plans(seed: str, first_number: int) -> Iterator[Plan]:
     while True:
         job = Job(first_number, rng.choice(kinds), rng.randint(2, 8), rng.uniform(0.005, 0.06))
         leaves = rng.random() < 0.2
-        yield Plan(job, rng.choice(PROMPTS), rng.uniform(0.0, 0.5) if leaves else None, rng.random() < 0.5)
+        leave_after = rng.uniform(0.0, 0.5) if leaves else None
+        yield Plan(job, rng.choice(PROMPTS), leave_after, rng.random() < 0.5, marked=rng.random() < 0.5)
         first_number += 1
 
 
@@ -78,6 +80,8 @@ async def ask(host: str, port: int, plan: Plan, limits: Limits) -> Answer:
     """Send the request on a connection of its own, and read until its end."""
     answer = Answer(plan, started=anyio.current_time())
     headers = [("content-type", "application/json"), ("connection", "close"), ("x-number", str(plan.job.number))]
+    if plan.marked:
+        headers.append(("idempotency-key", str(plan.job.number)))
     async with connect(host, port) as client:
         try:
             with anyio.move_on_after(plan.leave_after) as stay:

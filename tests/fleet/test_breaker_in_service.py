@@ -61,7 +61,36 @@ async def test_f25_what_counts_as_a_failure(script: Script) -> None:
     routed.assert_released()
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
+@pytest.mark.parametrize("status", [500, 502, 504])
+async def test_a_worker_that_only_fails_does_not_draw_all_requests(status: int) -> None:
+    """Answering with an error at once makes it the least busy one; after five in a row it is passed over."""
+    routed = Routed({WORKER: replace(answer("json"), status=status), OTHER: GOOD}, policy="request_num")
+    gate = anyio.Event()
+    routed.fleet[OTHER].scripts = [replace(GOOD, head=[gate]), GOOD]
+    routed.router.workers.drain(WORKER)
+    async with Exchange(body=completion_body()).running(routed.app):
+        await routed.fleet[OTHER].received(1)
+        routed.router.workers.drain(WORKER, draining=False)
+        assert await ask(routed, 10) == [status] * 5 + [200] * 5
+        gate.set()
+    assert breaker(routed) is BreakerState.OPEN
+    routed.assert_released()
+
+
+async def test_a_probe_that_is_answered_with_an_error_is_none() -> None:
+    """Half-open, a 500 opens the breaker anew and a 503 leaves it half-open for the next request."""
+    clock = Clock()
+    routed = Routed(REFUSED, clock=clock, breaker_failures=1)
+    await ask(routed)
+    for status, expected in [(500, BreakerState.OPEN), (503, BreakerState.HALF_OPEN), (404, BreakerState.CLOSED)]:
+        clock.now += 10
+        routed.worker.scripts = replace(answer("json"), status=status)
+        await ask(routed)
+        assert breaker(routed) is expected
+    routed.assert_released()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 503])
 async def test_answers_are_no_failures(status: int) -> None:
     """4xx is the client's fault, 429 and 503 say that it is busy (sglang#39464, sglang#26713)."""
     routed = Routed(replace(GOOD, status=status))

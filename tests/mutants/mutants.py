@@ -182,11 +182,36 @@ MUTANTS = [
         "late-reason",
         "a deadline that passes in the tick of the data is taken for the client's leaving",
         "exchange.py",
-        """        if self.scope.cancel_called:
+        """        if self._attempt.cancel_called:
             return  # it is too late: the reason stays
 """,
         "",
         ["tests/test_odd_hosts.py"],
+    ),
+    Mutant(
+        "repeated-without-a-mark",
+        "any request is sent to another worker when the first one breaks",
+        "dispatcher.py",
+        "        return marked or isinstance(error, WorkerUnreachable)\n",
+        "        return True\n",
+    ),
+    Mutant(
+        "retry-after-ignored",
+        "a worker that asks to be left alone is asked",
+        "scheduling/breaker.py",
+        "        if self.backing_off:\n            return False\n",
+        "",
+        ["tests/test_failover.py"],
+    ),
+    Mutant(
+        "a-failing-worker-draws-all",
+        "answers like 500 are no failures",
+        "dispatcher.py",
+        """            else:
+                breaker.failed()
+""",
+        "",
+        ["tests/fleet/test_breaker_in_service.py"],
     ),
     Mutant(
         "connection-listed-headers",
