@@ -203,7 +203,7 @@ async def test_receive_raises(kind: Kind) -> None:
 
 @pytest.mark.parametrize("phase", ["connect", "head", "first byte", "mid", "send"])
 async def test_scope_cancellation(kind: Kind, phase: str) -> None:
-    """A host that cancels the request's scope gets the lease back at once."""
+    """A host that cancels the request's scope gets the lease back at once (vllm-project/vllm-ascend#8836)."""
     script = {
         "connect": replace(answer(kind), connect=[HANG]),
         "head": replace(answer(kind), head=[HANG]),

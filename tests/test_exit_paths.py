@@ -112,7 +112,7 @@ async def test_empty_answer(kind: Kind, status: int) -> None:
 
 @pytest.mark.parametrize("close", [[httpx.ReadError("broken")], [HANG], [RuntimeError("odd")]], ids=repr)
 async def test_close_that_raises_or_hangs_after_success(kind: Kind, close: Sequence[Pause]) -> None:
-    """A response that can't be closed costs a bounded time, and no counter (sglang-omni#931)."""
+    """A response that can't be closed costs a bounded time, and no counter (sgl-project/sglang-omni#931)."""
     routed = Routed(replace(answer(kind), close=close))
     exchange = await exchange_for().run(routed.app)
     assert exchange.finished_cleanly
@@ -122,7 +122,7 @@ async def test_close_that_raises_or_hangs_after_success(kind: Kind, close: Seque
 
 @pytest.mark.parametrize("close", [[httpx.ReadError("broken")], [HANG], [RuntimeError("odd")]], ids=repr)
 async def test_close_that_raises_or_hangs_after_disconnect(kind: Kind, close: Sequence[Pause]) -> None:
-    """The same when the client has gone."""
+    """The same when the client has gone (sgl-project/sglang-omni#931)."""
     routed = Routed(replace(interrupted(kind, HANG), close=close))
     exchange = exchange_for()
     async with exchange.running(routed.app):

@@ -199,7 +199,7 @@ async def test_mounted_sub_app() -> None:
 
 
 async def test_f42_a_worker_that_leaves_and_comes_back_is_not_charged_for_old_requests() -> None:
-    """F-42: the lease holds the worker object, so an old request ends on the old one (llm-d-router#1739)."""
+    """F-42: the lease holds the worker object, so an old request ends on the old one (llm-d/llm-d-router#1739)."""
     gate = anyio.Event()
     routed = Routed({WORKER: replace(answer("json"), head=[gate])})
     exchange = Exchange(body=completion_body())

@@ -92,14 +92,14 @@ async def test_a_probe_that_is_answered_with_an_error_is_none() -> None:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 503])
 async def test_answers_are_no_failures(status: int) -> None:
-    """4xx is the client's fault, 429 and 503 say that it is busy (sglang#39464, sglang#26713)."""
+    """4xx is the client's fault, 429 and 503 say that it is busy (sgl-project/sglang#39464, #26713)."""
     routed = Routed(replace(GOOD, status=status))
     assert await ask(routed, 20) == [status] * 20
     assert breaker(routed) is BreakerState.CLOSED
 
 
 async def test_busy_answers_do_not_end_a_row_of_failures() -> None:
-    """A 503 between failures is neutral (sglang#40218); a whole answer ends the row."""
+    """A 503 between failures is neutral (sgl-project/sglang#40218); a whole answer ends the row."""
     routed = Routed(GOOD)
     reset, busy = replace(GOOD, head=[httpx.ReadError("reset")]), replace(GOOD, status=503)
     for script in (reset, reset, busy, reset, reset, GOOD, reset, reset, reset, reset):

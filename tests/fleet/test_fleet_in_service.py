@@ -38,7 +38,10 @@ def gated() -> tuple[Routed, anyio.Event]:
 
 @pytest.mark.parametrize("change", ["replace", "remove", "remove and register"])
 async def test_f40_leases_end_on_the_old_worker(change: Literal["replace", "remove", "remove and register"]) -> None:
-    """F-40: a request in flight ends on the worker object that it began on; the new one starts at zero (F-42, F-65)."""
+    """F-40: a request in flight ends on the worker object that it began on; the new one starts at zero (F-42, F-65).
+
+    sgl-project/sglang#3877: removing a worker brought the router down.
+    """
     routed, gate = gated()
     assert (await call(routed, "POST", "/register", PAYLOAD)).status == 200
     old = routed.router.workers.get(OTHER)

@@ -117,7 +117,10 @@ async def test_probe_that_hangs_is_a_failed_probe() -> None:
 
 
 async def test_probes_do_not_touch_counters() -> None:
-    """While a request is in flight, probes leave its counters alone, and its end releases them (vllm router#197)."""
+    """While a request is in flight, probes leave its counters alone, and its end releases them.
+
+    vllm-project/router#197: a health check set them to zero.
+    """
     gate = anyio.Event()
     routed, monitor = monitored({WORKER: [replace(answer("json"), head=[gate]), DOWN, DOWN, DOWN]})
     exchange = Exchange(body=completion_body())

@@ -89,7 +89,10 @@ def test_a_first_byte_after_the_release_changes_nothing() -> None:
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_f43_release_is_idempotent(answered: bool) -> None:
-    """F-43: the second release of one lease takes nothing from another request on the same worker."""
+    """F-43: the second release of one lease takes nothing from another request on the same worker.
+
+    vllm-project/vllm-ascend#13214: a decoder's tokens went below zero.
+    """
     state = worker()
     lease, other = Lease(state, prompt("ABCD")), Lease(state, prompt("ABCD"))
     if answered:
@@ -126,7 +129,10 @@ def test_a_prompt_that_was_recorded_in_part_is_given_back_in_part() -> None:
 
 
 def test_f42_release_is_on_the_object_that_was_counted() -> None:
-    """F-42, llm-d-router#1739: a worker leaves and comes back; the old request's end takes nothing from the new."""
+    """F-42: a worker leaves and comes back; the old request's end takes nothing from the new one.
+
+    llm-d/llm-d-router#1739, llm-d/llm-d#1950: what was released was looked up by name.
+    """
     registry = Registry(fresh_state)
     old_state = registry.add(Worker(url="http://a"))
     old = Lease(old_state, prompt("ABCD"))

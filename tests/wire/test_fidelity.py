@@ -168,7 +168,10 @@ async def test_a_line_of_twelve_megabytes(http: Http) -> None:
 
 @pytest.mark.parametrize("content_type", [b"application/json", b"text/event-stream"])
 async def test_compressed_answer_is_relayed_compressed(http: Http, content_type: bytes) -> None:
-    """The bytes, their encoding and their length stay together; nobody unpacks (F-18)."""
+    """The bytes, their encoding and their length stay together; nobody unpacks (F-18).
+
+    BerriAI/litellm#25624, #25655, #7108: unpacked bytes went out under the old encoding and length.
+    """
     body = gzip.compress(b"data: [DONE]\n\n" * 5000)
     head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\nContent-Encoding: gzip\r\ncontent-length: %d\r\n\r\n"
     script: list[Step] = [REQUEST, head % (content_type, len(body)) + body, HANG]

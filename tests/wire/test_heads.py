@@ -30,6 +30,8 @@ CHUNKED = chunk(BODY) + LAST_CHUNK
 async def test_the_worker_gets_the_clients_headers_and_nothing_of_ours(http: Http) -> None:
     """End-to-end headers cross in order, repeated ones too; those of the connection, and only those, don't.
 
+    sgl-project/sglang#29206: custom headers were lost, as only known ones crossed.
+
     Nothing is added but the worker's own host, a length and the client's address: no user-agent, no
     accept-encoding, no connection.
     """

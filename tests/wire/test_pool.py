@@ -59,7 +59,10 @@ class TestKeepAlive:
             assert [len(connection.requests) for connection in worker.connections] == [3]
 
     async def test_an_idle_connection_is_not_kept_for_long(self) -> None:
-        """One that was idle for longer than `keepalive_expiry` is closed, and another one opened."""
+        """One that was idle for longer than `keepalive_expiry` is closed, and another one opened.
+
+        ThunderAgent-org/ThunderAgent#35, llm-d/llm-d#1564: the workers closed them first, and requests met that.
+        """
         async with serve_scripts([REQUEST, OK, HANG], keepalive_expiry=0) as (worker, _, client):
             assert [await ask(client) for _ in range(3)] == [200] * 3
             assert [len(connection.requests) for connection in worker.connections] == [1, 1, 1]
@@ -83,7 +86,10 @@ class TestKeepAlive:
 
     @pytest.mark.parametrize("end", [CLOSE, RESET], ids=["close", "reset"])
     async def test_a_request_that_meets_a_closing_connection_is_sent_once_more(self, end: Step) -> None:
-        """Closed without a byte of an answer, on a connection used before: the worker was closing it anyway."""
+        """Closed without a byte of an answer, on a connection used before: the worker was closing it anyway.
+
+        ThunderAgent-org/ThunderAgent#35, agentscope-runtime#468, llm-d/llm-d#1564: such a request failed.
+        """
         async with serve_scripts([REQUEST, OK, REQUEST, end], [REQUEST, OK, HANG]) as (worker, _, client):
             assert [await ask(client), await ask(client)] == [200, 200]
             assert [len(connection.requests) for connection in worker.connections] == [2, 1]
@@ -256,7 +262,7 @@ class TestNothingIsLeft:
 @pytest.mark.anyio
 @asyncio_only
 async def test_f30_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F-30: workers are neighbours, so a machine's proxy never sees their requests (slime#1714)."""
+    """F-30: workers are neighbours, so a machine's proxy never sees their requests (THUDM/slime#1714)."""
     with refusing_port() as dead:
         for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, dead)
