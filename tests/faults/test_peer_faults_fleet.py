@@ -2,7 +2,7 @@
 
 Shown elsewhere, with the reference in the test's docstring:
 
-- entry 61 (sgl-project/sglang#39464, #40218) in tests/fleet/test_breaker_in_service.py, but for the probe
+- entry 61 (sgl-project/sglang#39464, #40218) in tests/fleet/test_breaker_in_service.py, but for the place of the probe
 - entry 62 (sgl-project/sglang#26713) there, too
 - entry 64 (sgl-project/sglang#3877), workers that leave, in tests/fleet/test_fleet_in_service.py
 
@@ -50,18 +50,16 @@ async def ask(routed: Routed) -> int | None:
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("body", [[], [b"queue full"]], ids=["empty", "with a body"])
 async def test_61_a_busy_answer_frees_the_place_of_the_probe(status: int, body: Sequence[bytes]) -> None:
-    """sgl-project/sglang#39464: a worker in its trial answers that it is full; the next request may try it at once.
+    """sgl-project/sglang#39464: a worker on trial answers that it is full; the next request may try it at once.
 
     Its answer reaches the client as it is, and no time has to pass.
     """
     clock = Clock()
-    routed = Routed(DOWN)
-    settings = RouterSettings(workers=[WORKER], breaker_failures=1)
-    routed.router = routed.app.router = Router(settings, transport=routed.fleet, clock=clock)
+    routed = Routed(DOWN, clock=clock, breaker_failures=1)
     assert await ask(routed) == 502
     assert not may_be_tried(routed)
 
-    clock.now += settings.breaker_cooldown
+    clock.now += routed.router.settings.breaker_cooldown
     assert may_be_tried(routed)
     gate = anyio.Event()
     routed.worker.scripts = Script(status=status, headers=[], head=[gate], body=body)
