@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from starlette.applications import Starlette
 
-from asgi_router.settings import POLICIES, RouterSettings
+from asgi_router.setting_types import POLICIES
+from asgi_router.settings import RouterSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,8 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from asgi_router import settings as settings_module
-from asgi_router.settings import POLICIES, RouterSettings, SettingsError
+from asgi_router.setting_types import POLICIES
+from asgi_router.settings import RouterSettings, SettingsError
 from asgi_router.worker import Worker
 
 DEFAULTS: dict[str, object] = {
@@ -35,6 +36,21 @@ DEFAULTS: dict[str, object] = {
     "max_concurrent_per_worker": None,
     "queue_size": 100,
     "queue_timeout": 30.0,
+    "discover_models": False,
+    "serve_models": False,
+    "models_interval": 30.0,
+    "session_header": None,
+    "session_ttl": 1800.0,
+    "abort_path": "/v1/abort_requests",
+    "abort_on_disconnect": False,
+    "metrics_path": None,
+    "fastdeploy_metrics": False,
+    "load_path": "/metrics",
+    "load_interval": 1.0,
+    "load_max_age": 5.0,
+    "worker_api_key": None,
+    "local_url": None,
+    "peer_token": None,
     "health_path": "/health",
     "health_interval": 5.0,
     "health_timeout": 5.0,
@@ -58,10 +74,25 @@ DEFAULTS: dict[str, object] = {
     "cache_aware_balance_rel": 0.5,
     "waiting_weight": 1.0,
 }
-TEXTS = ("retry_safe_header", "admin_prefix", "admin_token", "register_allow", "register_file")
+TEXTS = (
+    "retry_safe_header",
+    "session_header",
+    "abort_path",
+    "metrics_path",
+    "worker_api_key",
+    "local_url",
+    "peer_token",
+    "admin_prefix",
+    "admin_token",
+    "register_allow",
+    "register_file",
+)
 POSITIVE = (
     "connect_timeout",
     "queue_timeout",
+    "models_interval",
+    "load_interval",
+    "load_max_age",
     "health_timeout",
     "breaker_cooldown",
     "prefix_ttl",
@@ -73,6 +104,7 @@ OPTIONAL_COUNTS = ("max_concurrent_per_worker",)
 NOT_NEGATIVE = (
     "keepalive_expiry",
     "drain_timeout",
+    "session_ttl",
     "health_interval",
     "cache_aware_hit_weight",
     "cache_aware_load_weight",

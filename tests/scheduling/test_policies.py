@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.policies import POLICIES, Policy, PolicyOptions
 from asgi_router.scheduling.prompt import Prompt
-from asgi_router.settings import POLICIES as SETTINGS_POLICIES
+from asgi_router.setting_types import POLICIES as SETTINGS_POLICIES
 from asgi_router.settings import RouterSettings
 from tests.scheduling.builders import BLOCK_BYTES, fleet, prompt, request, warm, worker
 
