@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from asgi_router.extraction import CompletionRequest
+    from asgi_router.observability.record import Times
     from asgi_router.scheduling.lease import Lease
     from asgi_router.scheduling.scheduler import Scheduler
     from asgi_router.scheduling.state import WorkerState
@@ -62,13 +63,14 @@ class Admission:
         """How many requests are waiting."""
         return len(self._queue)
 
-    async def acquire(self, request: CompletionRequest, *, exclude: set[WorkerState] | None = None) -> Lease:
+    async def acquire(self, request: CompletionRequest, times: Times, exclude: set[WorkerState]) -> Lease:
         """Return a lease for `request`, now or when there is a place.
 
         Nothing is awaited between the making of the lease and the return.
 
         Args:
             request: what a worker is wanted for.
+            times: where the seconds of choosing and waiting are noted.
             exclude: workers that it has tried. If it has to wait they may be back meanwhile, so this is emptied.
 
         Raises:
@@ -76,13 +78,16 @@ class Admission:
             QueueTimeout: no place became free in time.
             NoWorker, UnknownModel: as `Scheduler.select`, also while waiting.
         """
-        exclude = set() if exclude is None else exclude
+        began = times.clock()
         try:
             return self._scheduler.select(self._workers, request, exclude=exclude)
         except AllBusy as exc:
             if len(self._queue) >= self._queue_size:
                 raise QueueFull("All workers are busy, and too many requests are waiting.") from exc
+        finally:
+            times.selecting += times.clock() - began
 
+        began = times.clock()
         waiter = _Waiter(request, exclude)
         self._queue.append(waiter)
         try:
@@ -101,6 +106,7 @@ class Admission:
             exclude.clear()
             return lease
         finally:
+            times.queued += times.clock() - began
             if not waiter.served.is_set():
                 self._queue.remove(waiter)
             if waiter.lease is not None:  # it was handed over just as the client left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from anyio import sleep_forever
@@ -27,22 +28,31 @@ class Client:
     """The peer behind one ASGI call.
 
     Attributes:
-        started: the status has been sent; it can't be taken back.
+        status: what has been sent; 0: nothing. It can't be taken back.
         finished: the last message of the answer is on its way: what follows is no disconnect any more.
         writable: a message may be sent: the answer is not finished, and no `send` was broken off.
     """
 
-    __slots__ = ("_event_stream", "_receive", "_send", "_sending", "_tail", "finished", "scope", "started")
+    __slots__ = ("_event_stream", "_last", "_receive", "_send", "_sending", "finished", "scope", "status")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
-        self.started = False
+        self.status = 0
         self.finished = False
         self._sending = False
         self._event_stream = False
-        self._tail = b""
+        self._last: deque[bytes] = deque(maxlen=4)  # chunks
+
+    @property
+    def started(self) -> bool:
+        return self.status != 0
+
+    @property
+    def end_of_answer(self) -> bytes:
+        """The last few chunks that were sent."""
+        return b"".join(self._last)
 
     @property
     def writable(self) -> bool:
@@ -97,7 +107,7 @@ class Client:
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Send the status and the headers."""
-        self.started = True
+        self.status = status
         names = {name for name, _ in headers}
         # Of a body that is encoded, or has a declared length, nothing can be added.
         self._event_stream = is_event_stream(headers) and not names & {b"content-encoding", b"content-length"}
@@ -105,13 +115,14 @@ class Client:
 
     async def write(self, chunk: bytes) -> None:
         """Send a part of the body."""
-        self._tail = chunk if len(chunk) >= 4 else (self._tail + chunk)[-4:]
+        self._last.append(chunk)
         await self._deliver({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, chunk: bytes = b"") -> None:
         """Send the last part of the body."""
         # Servers report a disconnect as soon as the answer is complete, and may do so inside this send.
         self.finished = True
+        self._last.append(chunk)
         await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def fail(self, error: RouterError) -> None:
@@ -134,7 +145,7 @@ class Client:
             raise AnswerCut(str(error)) from None  # another library's exception may quote the worker's bytes
 
         # An event that the worker left unfinished is ended first, or ours would be glued to it.
-        gap = b"\n\n" if self._tail and not self._tail.endswith(_EVENT_ENDS) else b""
+        gap = b"\n\n" if self._last and not self.end_of_answer.endswith(_EVENT_ENDS) else b""
         await self.write(gap + b"data: " + error.body() + b"\n\n")
 
     async def _deliver(self, message: Message) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from asgi_router.admission import Admission
     from asgi_router.exchange import Exchange
+    from asgi_router.headers import RawHeaders
     from asgi_router.scheduling.lease import Lease
     from asgi_router.scheduling.scheduler import Scheduler
     from asgi_router.scheduling.state import WorkerState
@@ -72,7 +73,12 @@ class Dispatcher:
         client = exchange.client
         try:
             await self._answer(exchange, path)
+            exchange.outcome = "ok"
+        except ClientGone:
+            exchange.outcome = "client_gone"
+            raise
         except RouterError as error:
+            exchange.outcome = error.code
             if isinstance(error, WorkerError) and exchange.lease:
                 exchange.lease.state.breaker.failed()
             exchange.release()
@@ -88,9 +94,12 @@ class Dispatcher:
         client = exchange.client
         with exchange.scope:
             exchange.body = await client.read_body(self._settings.max_body_bytes)
+            began = exchange.times.clock()
             exchange.request = extract(
                 exchange.body, path, header(client.scope.get("headers") or (), b"content-encoding")
             )
+            exchange.ids.use_body_id(exchange.request.request_id)
+            exchange.times.selecting = exchange.times.clock() - began
             await self._serve_watched(exchange, path)
         if exchange.scope.cancelled_caught and exchange.reason is not None:
             raise exchange.reason
@@ -133,8 +142,8 @@ class Dispatcher:
     async def _serve(self, exchange: Exchange, path: str) -> None:
         """Ask one worker after the other, until one answers or no failure may be repeated any more."""
         while True:
-            assert exchange.request is not None  # it was read, and no answer has begun
-            lease = exchange.lease = await self._admission.acquire(exchange.request, exclude=exchange.tried)
+            assert exchange.request is not None  # it was read before a worker is asked
+            lease = exchange.lease = await self._admission.acquire(exchange.request, exchange.times, exchange.tried)
             exchange.tried.add(lease.state)
             exchange.attempts += 1
             try:
@@ -183,6 +192,7 @@ class Dispatcher:
             exchange.client.scope,
             url + path,
             exchange.body,
+            request_id=exchange.ids.request_id,
             connect_timeout=settings.connect_timeout,
             write_timeout=settings.idle_timeout,
         )
@@ -198,7 +208,7 @@ class Dispatcher:
             response,
             exchange,
             lease,
-            own_headers=[(b"x-router-worker", url.encode())] if settings.decision_headers else [],
+            own_headers=decision_headers(exchange, lease) if settings.decision_headers else [],
             idle_timeout=settings.idle_timeout,
             send_timeout=settings.send_timeout,
         )
@@ -207,3 +217,14 @@ class Dispatcher:
                 breaker.succeeded()
             else:
                 breaker.failed()
+
+
+def decision_headers(exchange: Exchange, lease: Lease) -> RawHeaders:
+    """Return what a client is told of the choice: who, why, and by which id it can be found in log and worker."""
+    cached = f"{lease.cached_tokens}/{lease.prefill_tokens}"
+    why = f"{lease.reason}; candidates={lease.candidates}; cached={cached}; attempt={exchange.attempts}"
+    return [
+        (b"x-router-worker", lease.state.worker.url.encode()),
+        (b"x-router-decision", why.encode()),
+        (b"x-request-id", exchange.ids.request_id.encode()),
+    ]

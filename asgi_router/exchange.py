@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
 
 from asgi_router.client import ClientGone
+from asgi_router.observability.record import Times, read_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from asgi_router.client import Client
     from asgi_router.extraction import CompletionRequest
@@ -29,18 +31,40 @@ class Exchange:
 
     Attributes:
         body: the client's request body; empty once no worker can be asked any more.
-        request: what was read in it; None likewise.
+        request: what was read in it; likewise without the prompt.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
         tried: workers that this request need not try again.
         attempts: how many workers have been asked.
         scope: encloses all that is done for this request: upload, queue, worker and answer.
         reason: why the scope was cancelled.
+        ids: what the request is called by.
+        times: what took how long.
+        outcome: how it ended, in a word; see `RequestFinished`.
     """
 
-    __slots__ = ("_attempt", "_late", "attempts", "body", "client", "lease", "reason", "request", "scope", "tried")
+    __slots__ = (
+        "_attempt",
+        "_late",
+        "attempts",
+        "body",
+        "client",
+        "ids",
+        "lease",
+        "outcome",
+        "path",
+        "reason",
+        "request",
+        "scope",
+        "times",
+        "tried",
+    )
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, path: str, clock: Callable[[], float]) -> None:
         self.client = client
+        self.path = path
+        self.ids = read_ids(client.scope.get("headers") or ())
+        self.times = Times(clock)
+        self.outcome = "cancelled"
         self.body = b""
         self.request: CompletionRequest | None = None
         self.lease: Lease | None = None
@@ -85,7 +109,8 @@ class Exchange:
     def forget_prompt(self) -> None:
         """Let the prompt go: a worker has it, and an answer may take minutes to write."""
         self.body = b""
-        self.request = None
+        if self.request is not None:
+            self.request = replace(self.request, message="", prefix_key=b"")
 
     def release(self) -> None:
         """Release the lease, if there is one. Synchronous and idempotent, as the lease's own release."""

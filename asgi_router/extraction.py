@@ -29,6 +29,8 @@ class CompletionRequest:
     """The prompt's text: trimmed pieces joined by one space. Empty for token ids and images alone."""
     prefix_key: bytes
     """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
+    request_id: str = ""
+    """The body's `request_id`, by which FastDeploy knows the request; empty if it has none that is a string."""
 
 
 def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionRequest:
@@ -64,6 +66,7 @@ def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionReq
 def _read(fields: dict[str, object], path: str) -> CompletionRequest:
     model = fields.get("model")
     messages = fields.get("messages")
+    request_id = fields.get("request_id")
 
     is_chat = path.endswith("/chat/completions") or (not path.endswith("/completions") and isinstance(messages, list))
     if is_chat:
@@ -80,6 +83,7 @@ def _read(fields: dict[str, object], path: str) -> CompletionRequest:
         prompt_tokens=key.tokens,
         message=" ".join(stripped for piece in pieces if (stripped := piece.strip())),
         prefix_key=key.key,
+        request_id=request_id if isinstance(request_id, str) else "",
     )
 
 

@@ -92,7 +92,7 @@ class RouterMiddleware:
             if message["type"] == "lifespan.startup.complete":
                 opened = True
                 router.enter()
-                tasks.start_soon(router.watch_health)
+                tasks.start_soon(router.watch)
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await close()
             await send(message)

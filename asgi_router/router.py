@@ -20,6 +20,8 @@ from asgi_router.fleet.health import HealthMonitor
 from asgi_router.fleet.register_file import read_register_file
 from asgi_router.fleet.registration import RegistrationError
 from asgi_router.fleet.registry import Registry
+from asgi_router.observability.logs import log_request, requests_are_logged
+from asgi_router.observability.record import finished
 from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
@@ -28,11 +30,12 @@ from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.scheduling.state import WorkerState
 from asgi_router.settings import SettingsError
 from asgi_router.stats import RouterStats, WorkerStats
+from asgi_router.upstream.calls import WorkerCalls
 from asgi_router.upstream.relay import CLOSE_GRACE
 from asgi_router.upstream.transport import PooledTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
     from types import TracebackType
 
     import httpx
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.types import Receive, Scope, Send
 
+    from asgi_router.observability.events import Observer
     from asgi_router.settings import RouterSettings
     from asgi_router.worker import Worker
 
@@ -65,6 +69,7 @@ class Router:
         settings: as given.
         workers: the fleet; workers may be added and removed while requests are in flight.
         monitor: probes the workers' health.
+        observers: called with a `RequestFinished` for each request that is over; add your own.
         users: how many `async with` blocks and lifespans keep the router open; the last one drains and closes it.
     """
 
@@ -77,6 +82,7 @@ class Router:
         rng: random.Random | None = None,
     ) -> None:
         self.settings = settings
+        self._clock = clock
         capacity = settings.prefix_capacity_tokens * BYTES_PER_TOKEN // settings.prefix_block_bytes
 
         def new_state(worker: Worker) -> WorkerState:
@@ -91,6 +97,7 @@ class Router:
         policy = POLICIES[settings.policy](options, rng or random.Random())
         self._scheduler = Scheduler(
             policy,
+            policy_name=settings.policy,
             block_bytes=settings.prefix_block_bytes,
             max_blocks=capacity,
             max_concurrent=settings.max_concurrent_per_worker,
@@ -106,6 +113,8 @@ class Router:
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
         self._dispatcher = Dispatcher(settings, self.workers, self._scheduler, self._admission, self._transport)
+        key = settings.worker_api_key
+        self._calls = WorkerCalls(self._transport, key.get_secret_value() if key else None)
         self.monitor = HealthMonitor(
             self.workers,
             self._transport,
@@ -116,7 +125,11 @@ class Router:
             successes=settings.health_successes,
             on_change=lambda: self._admission.serve_waiting(),
         )
+        self._background: list[Callable[[], Coroutine[object, object, None]]] = (
+            [self.monitor.run] if settings.health_interval else []
+        )
         self._exchanges: set[Exchange] = set()
+        self.observers: list[Observer] = []
         self.users = 0
         self._task_groups: dict[int, TaskGroup] = {}  # of `async with router`, by task
         self._draining = False
@@ -159,7 +172,7 @@ class Router:
         self.enter()
         tasks = anyio.create_task_group()
         await tasks.__aenter__()
-        tasks.start_soon(self.watch_health)
+        tasks.start_soon(self.watch)
         self._task_groups[anyio.get_current_task().id] = tasks
         return self
 
@@ -175,7 +188,7 @@ class Router:
             await self.leave()
 
     def enter(self) -> None:
-        """Be one user more, for an owner that has a task group of its own for `watch_health`."""
+        """Be one user more, for an owner that has a task group of its own for `watch`."""
         self.users += 1
 
     async def leave(self) -> None:
@@ -184,10 +197,11 @@ class Router:
         if not self.users:
             await self.aclose()
 
-    async def watch_health(self) -> None:
-        """Probe the workers' health until cancelled. Of several users only one does so at a time."""
-        if self.settings.health_interval:
-            await self.monitor.run()
+    async def watch(self) -> None:
+        """Ask the workers how they are until cancelled. Of several users only one does so at a time."""
+        async with anyio.create_task_group() as tasks:
+            for run in self._background:
+                tasks.start_soon(run)
 
     async def aclose(self) -> None:
         """Drain, then close the connections to the workers. A later request opens new ones."""
@@ -222,7 +236,7 @@ class Router:
         Raises:
             AnswerCut: a worker failed after the answer had begun, and the answer is no event stream.
         """
-        exchange = Exchange(Client(scope, receive, send))
+        exchange = Exchange(Client(scope, receive, send), path, self._clock)
         self._exchanges.add(exchange)
         try:
             if self._draining:
@@ -234,8 +248,20 @@ class Router:
             # First and without an await: nothing can come between a request's end and its release.
             exchange.release()
             self._exchanges.discard(exchange)
+            self._tell(exchange)
             if not self._exchanges:
                 await self._fall_idle()
+
+    def _tell(self, exchange: Exchange) -> None:
+        observers = [*self.observers, log_request] if requests_are_logged() else self.observers
+        if not observers:
+            return  # nothing is computed that nobody wants to know
+        event = finished(exchange)
+        for observe in observers:
+            try:
+                observe(event)
+            except Exception as exc:
+                logger.error("an observer failed: %s", type(exc).__name__)
 
     async def _fall_idle(self) -> None:
         if self._idle is not None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import anyio
 import httpx
 
+from asgi_router.fleet.rounds import Rounds
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from anyio.abc import TaskGroup
 
     from asgi_router.scheduling.state import WorkerState
 
@@ -54,44 +54,19 @@ class HealthMonitor:
         self._workers = workers
         self._transport = transport
         self._path = path
-        self._interval = interval
         self._timeout = timeout
         self._failures = failures
         self._successes = successes
         self._on_change = on_change
-        self._runner: object | None = None
-        self._asked: set[WorkerState] = set()  # whose probe is under way
+        self._rounds = Rounds(workers, self._probe, interval=interval)
 
     async def run(self) -> None:
-        """Probe the fleet until cancelled, each worker once an interval. A worker that is slow to answer holds up
-        nobody else's probe, and is not asked again before it has answered or its time is over.
-
-        It may run several times at once, once for each app that shares a router: one of them does the probing, and
-        when that ends another one takes over.
-        """
-        me = object()
-        try:
-            async with anyio.create_task_group() as tasks:
-                self._start_probes(tasks, [state for state in self._workers if state.probes_against])
-                while True:
-                    await anyio.sleep(self._interval)
-                    self._runner = self._runner or me
-                    if self._runner is me:
-                        self._start_probes(tasks, self._workers)
-        finally:
-            if self._runner is me:
-                self._runner = None
+        """Probe the fleet until cancelled, each worker once an interval. May run several times at once."""
+        await self._rounds.run(first=[state for state in self._workers if state.probes_against])
 
     async def probe_all(self) -> None:
         """Probe each worker once, all at the same time, but for those whose probe is under way."""
-        async with anyio.create_task_group() as tasks:
-            self._start_probes(tasks, self._workers)
-
-    def _start_probes(self, tasks: TaskGroup, workers: Iterable[WorkerState]) -> None:
-        for state in workers:
-            if state not in self._asked:
-                self._asked.add(state)
-                tasks.start_soon(self._probe, state)
+        await self._rounds.once()
 
     async def probe(self, url: str) -> bool:
         """Tell whether the worker at `url` answers a probe in time. Nothing is noted of it."""
@@ -100,10 +75,7 @@ class HealthMonitor:
         return False
 
     async def _probe(self, state: WorkerState) -> None:
-        try:
-            self._note(state, await self.probe(state.worker.url))
-        finally:
-            self._asked.discard(state)
+        self._note(state, await self.probe(state.worker.url))
 
     async def _answers(self, url: str) -> bool:
         timeouts = {"connect": self._timeout, "read": self._timeout, "write": self._timeout, "pool": None}

@@ -27,6 +27,8 @@ class Lease:
         state: the worker that was chosen and counted.
         prefill_tokens: estimated prompt tokens.
         uncached_tokens: how many of them the worker probably has to prefill, at least 1.
+        reason: why this worker was chosen, in a word.
+        candidates: among how many it was.
     """
 
     __slots__ = (
@@ -36,13 +38,25 @@ class Lease:
         "_probe",
         "_released",
         "_waiting",
+        "candidates",
         "prefill_tokens",
+        "reason",
         "state",
         "uncached_tokens",
     )
 
-    def __init__(self, state: WorkerState, prompt: Prompt, on_release: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        state: WorkerState,
+        prompt: Prompt,
+        on_release: Callable[[], None] | None = None,
+        *,
+        reason: str = "",
+        candidates: int = 1,
+    ) -> None:
         self.state = state
+        self.reason = reason
+        self.candidates = candidates
         self._on_release = on_release
         self.prefill_tokens = prompt.tokens
         self.uncached_tokens = prompt.uncached_tokens(state)
@@ -56,6 +70,11 @@ class Lease:
         state.prefill_tokens += self.prefill_tokens
         state.waiting_requests += 1
         state.pending_prefill_tokens += self.uncached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """How many of the prompt's tokens the worker probably holds."""
+        return max(0, self.prefill_tokens - self.uncached_tokens)
 
     def first_byte(self, *, prefilled: bool) -> None:
         """Note that the first body byte came: the request no longer waits. Not a release.

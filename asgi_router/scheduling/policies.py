@@ -105,6 +105,7 @@ class CacheAware:
         most = max(worker.requests for worker in workers)
         gap = most - min(worker.requests for worker in workers)
         if gap > options.cache_aware_balance_abs and gap / most > options.cache_aware_balance_rel:
+            prompt.reason = "out_of_balance"
             return lowest(workers, _requests_then_tokens, self._rng)
 
         def score(worker: WorkerState) -> tuple[float, ...]:

@@ -18,13 +18,15 @@ class Prompt:
     Attributes:
         tokens: its estimated length.
         blocks: chained hashes of its whole blocks.
+        reason: why its worker was chosen, in a word; a policy may say more than its own name here.
     """
 
-    __slots__ = ("_block_tokens", "_matchable", "blocks", "tokens")
+    __slots__ = ("_block_tokens", "_matchable", "blocks", "reason", "tokens")
 
     def __init__(self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None) -> None:
         key = request.prefix_key
         self.tokens = request.prompt_tokens
+        self.reason = ""
         self.blocks = block_hashes(key, block_bytes, (request.model,), max_blocks)
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
         self._matchable = max(0, len(key) - 1) // block_bytes

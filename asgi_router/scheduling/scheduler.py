@@ -21,6 +21,7 @@ class Scheduler:
 
     Args:
         policy: how to choose among the workers that may be chosen.
+        policy_name: what is given as the reason of its choices.
         block_bytes: size of a prefix block, in bytes of the prefix key.
         max_blocks: how many blocks of a prompt are looked at: no more than a worker's index can hold.
         max_concurrent: how many requests a worker may have in flight; None: any number.
@@ -31,12 +32,14 @@ class Scheduler:
         self,
         policy: Policy,
         *,
+        policy_name: str = "policy",
         block_bytes: int,
         max_blocks: int | None = None,
         max_concurrent: int | None = None,
         on_release: Callable[[], None] | None = None,
     ) -> None:
         self._policy = policy
+        self._policy_name = policy_name
         self._max_concurrent = max_concurrent
         self._on_release = on_release
         self._block_bytes = block_bytes
@@ -74,7 +77,12 @@ class Scheduler:
                 raise AllBusy("All workers are busy.")
 
         prompt = Prompt(request, self._block_bytes, self._max_blocks)
-        return Lease(self._policy.choose(candidates, prompt), prompt, self._on_release)
+        if len(candidates) == 1:
+            worker, prompt.reason = candidates[0], "only_candidate"
+        else:
+            prompt.reason = self._policy_name
+            worker = self._policy.choose(candidates, prompt)
+        return Lease(worker, prompt, self._on_release, reason=prompt.reason, candidates=len(candidates))
 
     def able(
         self,

@@ -72,10 +72,11 @@ async def relay(
         chunk = b"" if bodiless else await _read(chunks)
         if chunk:
             lease.first_byte(prefilled=status < 400)
+            exchange.times.first_byte = exchange.times.clock()
         exchange.allow(send_timeout, gone)
         await checkpoint_if_cancelled()  # a deadline that passed in this very tick is still a clean error
         exchange.forget_prompt()
-        await client.start(status, [*headers, *own_headers])
+        await client.start(status, [*(own for own in own_headers if not header(headers, own[0])), *headers])
 
         count = 0
         while chunk:

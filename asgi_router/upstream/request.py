@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 def upstream_request(
-    scope: Scope, url: str, body: bytes, *, connect_timeout: float, write_timeout: float | None
+    scope: Scope, url: str, body: bytes, *, request_id: str, connect_timeout: float, write_timeout: float | None
 ) -> httpx.Request:
     """Return the request of the ASGI `scope` for the worker's `url`, with the client's query string.
+
+    It has an `x-request-id`: the client's own, or else `request_id`.
 
     Reading has no time-out here: the exchange's own deadline knows a first byte from a pause.
 
@@ -32,4 +34,6 @@ def upstream_request(
 
     timeouts = {"connect": connect_timeout, "write": write_timeout, "read": None, "pool": None}
     headers = request_headers(scope)
+    if not any(name == b"x-request-id" for name, _ in headers):
+        headers.append((b"x-request-id", request_id.encode()))
     return httpx.Request("POST", target, headers=headers, content=body, extensions={"timeout": timeouts})

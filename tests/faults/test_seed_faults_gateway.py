@@ -126,7 +126,7 @@ OF_A_CONNECTION = [
 async def test_f20_hop_by_hop_headers_cross_neither_way() -> None:
     """F-20: all headers were passed on, by slices that two requests shared; each try has its own, of what may cross."""
     tries: list[httpx.Request] = []
-    end_to_end = [("authorization", "Bearer t"), ("x-custom", "1"), ("x-custom", "2")]
+    end_to_end = [("authorization", "Bearer t"), ("x-custom", "1"), ("x-custom", "2"), ("x-request-id", "7")]
 
     def script(request: httpx.Request) -> Script:
         tries.append(request)

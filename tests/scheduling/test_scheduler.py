@@ -61,7 +61,7 @@ def test_the_policy_is_offered_those_that_may_be_chosen() -> None:
 def test_the_policy_is_offered_the_prompt() -> None:
     """The policy sees the prompt in the blocks of this scheduler, under the model's name."""
     spy = Spy()
-    Scheduler(spy, block_bytes=BLOCK_BYTES).select(fleet("a"), request(text("ABC"), model="m"))
+    Scheduler(spy, block_bytes=BLOCK_BYTES).select(fleet("ab"), request(text("ABC"), model="m"))
     assert [seen.blocks for seen in spy.prompts] == [prompt("ABC", model="m").blocks]
 
 

@@ -32,8 +32,8 @@ async def test_the_worker_gets_the_clients_headers_and_nothing_of_ours(http: Htt
 
     sgl-project/sglang#29206: custom headers were lost, as only known ones crossed.
 
-    Nothing is added but the worker's own host, a length and the client's address: no user-agent, no
-    accept-encoding, no connection.
+    Nothing is added but the worker's own host, a length, the client's address, and an id for a request that has
+    none: no user-agent, no accept-encoding, no connection.
     """
     sent = [
         ("authorization", "Bearer t"),
@@ -58,7 +58,10 @@ async def test_the_worker_gets_the_clients_headers_and_nothing_of_ours(http: Htt
         assert (await client.read_head()).status == 200
         head, body = worker.connections[0].requests[0]
         assert body == BODY
-        assert sorted((name.lower(), value) for name, value in head.headers) == sorted(
+        got = [(name.lower(), value) for name, value in head.headers]
+        ((_, request_id),) = [added for added in got if added[0] == b"x-request-id"]
+        assert len(request_id) == 32
+        assert sorted(got) == sorted(
             [
                 (b"host", worker.url.removeprefix("http://").encode()),
                 (b"content-length", LENGTH),
@@ -69,6 +72,7 @@ async def test_the_worker_gets_the_clients_headers_and_nothing_of_ours(http: Htt
                 (b"x-forwarded-for", b"203.0.113.9, 127.0.0.1"),
                 (b"cookie", b"a=1"),
                 (b"content-type", b"application/json"),
+                (b"x-request-id", request_id),
             ]
         )
 

@@ -1,0 +1,1 @@
+"""What can be seen of the router's work from outside."""

@@ -1,0 +1,95 @@
+"""Owns what is noted of a request while it goes on, so that it can be told at its end."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import TYPE_CHECKING
+
+from asgi_router.observability.events import RequestFinished
+from asgi_router.observability.usage import Usage, read_usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from asgi_router.exchange import Exchange
+
+_ID = re.compile("[!-~]{1,128}")
+_TRACEPARENT = re.compile("[0-9a-f]{2}-(?P<trace>(?!0{32})[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+
+
+class Ids:
+    """What a request is called by: its own id, and that of the trace which it belongs to (W3C Trace Context)."""
+
+    __slots__ = ("request_id", "trace_id")
+
+    def __init__(self, request_id: str, trace_id: str) -> None:
+        self.request_id = request_id or uuid.uuid4().hex
+        self.trace_id = trace_id
+
+    def use_body_id(self, request_id: str) -> None:
+        """Take the id that FastDeploy's clients put into the body, if there is one that is fit to be shown."""
+        if _ID.fullmatch(request_id):
+            self.request_id = request_id
+
+
+def read_ids(headers: Iterable[tuple[bytes, bytes]]) -> Ids:
+    """Read the ids in lower-case request headers. One that isn't printable ASCII, or is longer than 128, is none."""
+    request_id = trace_id = ""
+    for name, value in headers:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            request_id = text if _ID.fullmatch(text) else ""
+        elif name == b"traceparent":
+            match = _TRACEPARENT.fullmatch(value.decode("latin-1"))
+            trace_id = match["trace"] if match else ""
+    return Ids(request_id, trace_id)
+
+
+class Times:
+    """What took how long, in seconds of one clock.
+
+    Attributes:
+        began: when the request came.
+        selecting: seconds spent on reading the prompt and choosing.
+        queued: seconds spent waiting for a place.
+        first_byte: when the answer's first byte came.
+    """
+
+    __slots__ = ("began", "clock", "first_byte", "queued", "selecting")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.selecting = 0.0
+        self.queued = 0.0
+        self.first_byte: float | None = None
+
+
+def finished(exchange: Exchange) -> RequestFinished:
+    """Return what is told of a request that is over."""
+    request, lease, client, times = exchange.request, exchange.lease, exchange.client, exchange.times
+    usage = read_usage(client.end_of_answer) if client.status == 200 and exchange.outcome == "ok" else Usage()
+    return RequestFinished(
+        request_id=exchange.ids.request_id,
+        session_id=request.session_id if request and _ID.fullmatch(request.session_id) else "",
+        trace_id=exchange.ids.trace_id,
+        path=exchange.path,
+        model=request.model if request else "",
+        stream=request.stream if request else False,
+        worker=lease.state.worker.url if lease else "",
+        role=lease.state.worker.role.value if lease else "",
+        reason=lease.reason if lease else "",
+        candidates=lease.candidates if lease else 0,
+        attempts=exchange.attempts,
+        status=client.status,
+        outcome=exchange.outcome,
+        prompt_tokens=request.prompt_tokens if request else 0,
+        predicted_cached_tokens=lease.cached_tokens if lease else 0,
+        real_prompt_tokens=usage.prompt_tokens,
+        real_cached_tokens=usage.cached_tokens,
+        selection_seconds=times.selecting,
+        queue_seconds=times.queued,
+        first_byte_seconds=None if times.first_byte is None else times.first_byte - times.began,
+        duration_seconds=times.clock() - times.began,
+    )

@@ -1,0 +1,58 @@
+"""Owns the router's own calls to workers, beside the requests that it passes on: small, and bounded in all ways."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple, cast
+
+import anyio
+import httpx
+
+from asgi_router.upstream.relay import close_response
+
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+
+logger = logging.getLogger("asgi_router")
+
+
+class WorkerAnswer(NamedTuple):
+    """What a worker has answered, whole."""
+
+    status: int
+    body: bytes
+
+
+class WorkerCalls:
+    """Calls workers for the router itself: what are your models, what is your load, stop this request.
+
+    Args:
+        transport: how calls reach the workers.
+        api_key: a bearer token to send with each.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, api_key: str | None = None) -> None:
+        self._transport = transport
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+    async def call(self, method: str, url: str, *, timeout: float, json: object = None) -> WorkerAnswer | None:
+        """Return the answer, or None where there is none within `timeout` seconds, or one of over 4 MiB."""
+        with anyio.move_on_after(timeout):
+            try:
+                return await self._call(method, url, timeout, json)
+            except Exception as exc:
+                logger.debug("%s: call failed (%s)", url, type(exc).__name__)
+        return None
+
+    async def _call(self, method: str, url: str, timeout: float, json: object) -> WorkerAnswer | None:
+        timeouts = {"connect": timeout, "read": timeout, "write": timeout, "pool": None}
+        request = httpx.Request(method, url, headers=self._headers, json=json, extensions={"timeout": timeouts})
+        response = await self._transport.handle_async_request(request)
+        body = bytearray()
+        try:
+            async for chunk in cast("httpx.AsyncByteStream", response.stream):
+                body += chunk
+                if len(body) > MAX_ANSWER_BYTES:
+                    return None
+        finally:
+            await close_response(response)
+        return WorkerAnswer(response.status_code, bytes(body))
