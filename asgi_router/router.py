@@ -165,6 +165,8 @@ class Router:
         return RouterStats(
             workers=tuple(map(WorkerStats.of, self.workers)),
             exchanges=len(self._exchanges),
+            leases=sum(state.requests for state in (*self.workers, *self.workers.leaving)),
+            queued=len(self._admission),
             draining=self._draining,
         )
 

@@ -58,5 +58,9 @@ class RouterStats:
     workers: tuple[WorkerStats, ...]
     exchanges: int
     """Completion requests that are being served, including those still uploading their body."""
+    leases: int
+    """Claims on workers that are not released yet, those on workers that have left the fleet included."""
+    queued: int
+    """Requests that wait for a place."""
     draining: bool
     """New requests are refused: the router is shutting down."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from asgi_router.worker import normalise_url
 
@@ -26,13 +27,16 @@ class Registry:
     ) -> None:
         self._new_state = new_state
         self._on_change = on_change
-        self._states: dict[str, WorkerState] = {}  # never changed, only replaced: another thread may be reading it
+        # These two are never changed, only replaced: another thread may be reading them.
+        self._states: dict[str, WorkerState] = {}
+        self._leaving: tuple[ref[WorkerState], ...] = ()  # weak: their leases hold them as long as there are any
 
     def __iter__(self) -> Iterator[WorkerState]:
         return iter(self._states.values())
 
-    def __contains__(self, state: object) -> bool:
-        return state in self._states.values()
+    def __contains__(self, worker: object) -> bool:
+        """Tell whether a worker is here, by its state or by its URL as `Worker` spells it."""
+        return worker in self._states or worker in self._states.values()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -40,12 +44,18 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry {list(self)!r}>"
 
+    @property
+    def leaving(self) -> tuple[WorkerState, ...]:
+        """Workers that have left, or were replaced, while their last requests are in flight."""
+        return tuple(state for left in self._leaving if (state := left()) is not None and state.requests)
+
     def add(self, worker: Worker) -> WorkerState:
         """Let a worker join.
 
         A worker with the same URL is replaced: its requests in flight end on the old state.
         """
         state = self._new_state(worker)
+        self._note_leaving(worker.url)
         self._states = {url: old for url, old in self._states.items() if url != worker.url} | {worker.url: state}
         self._on_change()
         return state
@@ -87,5 +97,10 @@ class Registry:
             KeyError: there is no worker with this URL.
         """
         url = self.get(url).worker.url
+        self._note_leaving(url)
         self._states = {known: state for known, state in self._states.items() if known != url}
         self._on_change()
+
+    def _note_leaving(self, url: str) -> None:
+        if url in self._states:
+            self._leaving = tuple(map(ref, (*self.leaving, self._states[url])))
