@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import anyio
 import httpx
 
 from asgi_router.upstream.relay import close_response
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
@@ -34,18 +37,23 @@ class WorkerCalls:
         self._transport = transport
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
-    async def call(self, method: str, url: str, *, timeout: float, json: object = None) -> WorkerAnswer | None:
+    async def call(
+        self, method: str, url: str, *, timeout: float, json: object = None, headers: Mapping[str, str] | None = None
+    ) -> WorkerAnswer | None:
         """Return the answer, or None where there is none within `timeout` seconds, or one of over 4 MiB."""
         with anyio.move_on_after(timeout):
             try:
-                return await self._call(method, url, timeout, json)
+                return await self._call(method, url, timeout, json, headers or {})
             except Exception as exc:
                 logger.debug("%s: call failed (%s)", url, type(exc).__name__)
         return None
 
-    async def _call(self, method: str, url: str, timeout: float, json: object) -> WorkerAnswer | None:
+    async def _call(
+        self, method: str, url: str, timeout: float, json: object, headers: Mapping[str, str]
+    ) -> WorkerAnswer | None:
         timeouts = {"connect": timeout, "read": timeout, "write": timeout, "pool": None}
-        request = httpx.Request(method, url, headers=self._headers, json=json, extensions={"timeout": timeouts})
+        headers = {**self._headers, **headers}
+        request = httpx.Request(method, url, headers=headers, json=json, extensions={"timeout": timeouts})
         response = await self._transport.handle_async_request(request)
         body = bytearray()
         try:
