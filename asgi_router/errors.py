@@ -51,6 +51,18 @@ class UnknownModel(InvalidRequest):
     param = "model"
 
 
+class RequestAborted(RouterError):
+    """Nobody's fault: somebody who may has asked for its end.
+
+    410 is the 4xx that fits and that no client library repeats: an abort that is answered by the same request again
+    would be none. (409 and 5xx are repeated by OpenAI's own.)
+    """
+
+    status = 410
+    type = "request_aborted_error"
+    code = "request_aborted"
+
+
 class NoWorker(RouterError):
     """Nobody's fault: no worker can take a request now."""
 

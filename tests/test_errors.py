@@ -16,6 +16,7 @@ from asgi_router.errors import (
     NoWorker,
     QueueFull,
     QueueTimeout,
+    RequestAborted,
     RouterError,
     ShuttingDown,
     UnknownModel,
@@ -36,6 +37,7 @@ ANSWERS: list[tuple[type[RouterError], int, str, str, str | None, tuple[tuple[by
     (InvalidRequest, 400, "invalid_request_error", "invalid_request", None, ()),
     (BodyTooLarge, 413, "invalid_request_error", "request_too_large", None, ()),
     (UnknownModel, 404, "invalid_request_error", "model_not_found", "model", ()),
+    (RequestAborted, 410, "request_aborted_error", "request_aborted", None, ()),
     (NoWorker, 503, "service_unavailable_error", "no_worker_available", None, RETRY),
     (AllBusy, 503, "service_unavailable_error", "all_workers_busy", None, RETRY),
     (QueueFull, 429, "rate_limit_error", "queue_full", None, RETRY),
@@ -87,9 +89,10 @@ def test_every_error_has_a_code_of_its_own() -> None:
 
 
 def test_the_type_says_whose_fault_it_was() -> None:
-    """The client's faults are 4xx, the workers' and ours are 5xx; only 503 and 429 ask to come back."""
+    """The client's faults are 4xx, the workers' and ours are 5xx; only 503 and 429 ask to come back, never 410."""
     for error in family(RouterError):
-        assert (400 <= error.status < 500 and error.status != 429) == issubclass(error, InvalidRequest)
+        assert (400 <= error.status < 500 and error.status not in (410, 429)) == issubclass(error, InvalidRequest)
+        assert (error.status == 410) == issubclass(error, RequestAborted)
         assert (error.status in (502, 504)) == issubclass(error, WorkerError)
         assert (error.status in (429, 503)) == issubclass(error, NoWorker) == bool(error.headers)
 
