@@ -17,6 +17,7 @@ from asgi_router.dispatcher import Dispatcher
 from asgi_router.errors import ShuttingDown
 from asgi_router.exchange import Exchange
 from asgi_router.fleet.health import HealthMonitor
+from asgi_router.fleet.load import LoadMonitor
 from asgi_router.fleet.register_file import read_register_file
 from asgi_router.fleet.registration import RegistrationError
 from asgi_router.fleet.registry import Registry
@@ -24,7 +25,7 @@ from asgi_router.observability.logs import log_request, requests_are_logged
 from asgi_router.observability.record import finished
 from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.breaker import Breaker
-from asgi_router.scheduling.policies import POLICIES, PolicyOptions
+from asgi_router.scheduling.policies import POLICIES, REMOTE_POLICIES, PolicyOptions
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.scheduling.state import WorkerState
@@ -69,6 +70,7 @@ class Router:
         settings: as given.
         workers: the fleet; workers may be added and removed while requests are in flight.
         monitor: probes the workers' health.
+        load_monitor: asks the workers how busy they are; None where `POLICY` doesn't want to know.
         observers: called with a `RequestFinished` for each request that is over; add your own.
         users: how many `async with` blocks and lifespans keep the router open; the last one drains and closes it.
     """
@@ -128,6 +130,9 @@ class Router:
         self._background: list[Callable[[], Coroutine[object, object, None]]] = (
             [self.monitor.run] if settings.health_interval else []
         )
+        self.load_monitor = self._new_load_monitor() if settings.policy in REMOTE_POLICIES else None
+        if self.load_monitor is not None:
+            self._background.append(self.load_monitor.run)
         self._exchanges: set[Exchange] = set()
         self.observers: list[Observer] = []
         self.users = 0
@@ -149,6 +154,16 @@ class Router:
         for worker in listed:
             # Whether it is up nobody knows: one failed probe is enough, and the monitor begins with this one.
             self.workers.add(worker).probes_against = max(1, settings.health_failures - 1)
+
+    def _new_load_monitor(self) -> LoadMonitor:
+        settings, extra = self.settings, "pip install 'asgi-router[prometheus]'"
+        age, interval = settings.load_max_age, settings.load_interval
+        try:
+            return LoadMonitor(
+                self.workers, self._calls, path=settings.load_path, interval=interval, max_age=age, clock=self._clock
+            )
+        except ImportError:
+            raise SettingsError(f"ASGI_ROUTER_POLICY: {settings.policy} needs the extra: {extra}") from None
 
     def __repr__(self) -> str:
         return f"<Router {self.settings.policy}: {len(self._exchanges)} exchanges, {list(self.workers)!r}>"

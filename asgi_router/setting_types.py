@@ -18,14 +18,15 @@ from asgi_router.worker_fields import read_names, read_number, read_role
 POLICIES = (
     "cache_aware",
     "fd_metrics_score",
+    "fd_remote_metrics_score",
     "power_of_two",
     "prefill_cost",
     "process_tokens",
     "random",
+    "remote_cache_aware",
     "request_num",
     "round_robin",
 )
-_POLICIES_LATER = ("remote_cache_aware", "fd_remote_metrics_score")
 MODES = ("mixed",)
 _MODES_LATER = ("disaggregated", "splitwise")
 
@@ -46,7 +47,7 @@ def nearest(name: str, known: Iterable[str], spelt: Callable[[str], str] = str) 
     return f"; did you mean {spelt(matches[0])}?" if matches else ""
 
 
-def _one_of(kind: str, known: tuple[str, ...], later: tuple[str, ...], missing: str) -> Callable[[str], str]:
+def _one_of(kind: str, known: tuple[str, ...], later: tuple[str, ...] = (), missing: str = "") -> Callable[[str], str]:
     """Make a check that a name is known. Names in `later` are refused with the news of what is missing."""
 
     def check(value: str) -> str:
@@ -184,7 +185,7 @@ OptionalCount = Annotated[PositiveInt | None, BeforeValidator(_none)]
 Count = Annotated[_Int, Field(ge=0)]
 BlockBytes = Annotated[_Int, Field(ge=64, le=65536)]
 
-PolicyName = Annotated[str, AfterValidator(_one_of("policy", POLICIES, _POLICIES_LATER, "this policy"))]
+PolicyName = Annotated[str, AfterValidator(_one_of("policy", POLICIES))]
 ModeName = Annotated[str, AfterValidator(_one_of("mode", MODES, _MODES_LATER, "disaggregated mode"))]
 AdminPrefix = Annotated[str | None, AfterValidator(_prefix), BeforeValidator(_none)]
 FileName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none)]

@@ -32,10 +32,15 @@ class WorkerStats:
     breaker: BreakerState
     backing_off: bool
     """It has answered 429 or 503 with `Retry-After`, and that time is not over."""
+    remote_running: int | None
+    """Requests that run there by its own word, whoever sent them. None: no fresh word, or nobody asks."""
+    remote_waiting: int | None
+    """Requests that wait there, the same way."""
 
     @classmethod
     def of(cls, state: WorkerState) -> WorkerStats:
         """Return a snapshot of `state`."""
+        said = state.remote.said if state.remote is not None and state.remote.fresh else None
         return cls(
             url=state.worker.url,
             role=state.worker.role,
@@ -48,6 +53,8 @@ class WorkerStats:
             draining=state.draining,
             breaker=state.breaker.state,
             backing_off=state.breaker.backing_off,
+            remote_running=said and said.running,
+            remote_waiting=said and said.waiting,
         )
 
 

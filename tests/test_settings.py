@@ -279,13 +279,6 @@ def test_unknown_policy_is_refused_with_a_suggestion() -> None:
     assert message.endswith("did you mean round_robin?")
 
 
-@pytest.mark.parametrize("policy", ["remote_cache_aware", "fd_remote_metrics_score"])
-def test_policies_of_later_versions_are_refused(policy: str) -> None:
-    """A policy that FastDeploy has and this version hasn't is called so, not unknown."""
-    message = refusal("policy", policy)
-    assert f"{policy}: this policy is not in this version" in message
-
-
 @pytest.mark.parametrize("mode", ["disaggregated", "splitwise"])
 def test_disaggregated_mode_is_refused(mode: str) -> None:
     """Both names of disaggregated mode are refused as not in this version."""

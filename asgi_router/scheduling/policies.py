@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
+from asgi_router.scheduling.remote_load import Load
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Mapping, Sequence
@@ -101,16 +103,20 @@ class CacheAware:
         self._rng = rng
 
     def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
-        options = self._options
-        most = max(worker.requests for worker in workers)
-        gap = most - min(worker.requests for worker in workers)
+        return self.choose_by({worker: worker.requests for worker in workers}, prompt)
+
+    def choose_by(self, requests: Mapping[WorkerState, int], prompt: Prompt) -> WorkerState:
+        """Return one of the workers in `requests`, which says how many each has."""
+        options, workers = self._options, tuple(requests)
+        most = max(requests.values())
+        gap = most - min(requests.values())
         if gap > options.cache_aware_balance_abs and gap / most > options.cache_aware_balance_rel:
             prompt.reason = "out_of_balance"
-            return lowest(workers, _requests_then_tokens, self._rng)
+            return lowest(workers, lambda worker: (requests[worker], worker.prefill_tokens), self._rng)
 
         def score(worker: WorkerState) -> tuple[float, ...]:
             miss = (1 - prompt.hit_ratio(worker)) * options.cache_aware_hit_weight
-            load = worker.requests / most * options.cache_aware_load_weight if most else 0.0
+            load = requests[worker] / most * options.cache_aware_load_weight if most else 0.0
             return miss + load, worker.prefill_tokens
 
         return lowest(workers, score, self._rng)
@@ -148,11 +154,47 @@ class FdMetricsScore:
         self._rng = rng
 
     def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
-        def score(worker: WorkerState) -> tuple[float, ...]:
-            running = worker.requests - worker.waiting_requests
-            return (running + worker.waiting_requests * self._waiting_weight,)
+        return self.choose_by(
+            {worker: Load(worker.requests - worker.waiting_requests, worker.waiting_requests) for worker in workers}
+        )
 
-        return lowest(workers, score, self._rng)
+    def choose_by(self, loads: Mapping[WorkerState, Load]) -> WorkerState:
+        """Return one of the workers in `loads`, which says how many requests run and wait at each."""
+
+        def score(worker: WorkerState) -> tuple[float, ...]:
+            return (loads[worker].running + loads[worker].waiting * self._waiting_weight,)
+
+        return lowest(tuple(loads), score, self._rng)
+
+
+class RemoteCacheAware(CacheAware):
+    """`cache_aware` by what the workers say of their load: requests that run or wait there, whoever sent them."""
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        loads = remote_loads(workers, prompt)
+        if loads is None:
+            return super().choose(workers, prompt)
+        return self.choose_by({worker: load.running + load.waiting for worker, load in loads.items()}, prompt)
+
+
+class FdRemoteMetricsScore(FdMetricsScore):
+    """`fd_metrics_score` by what the workers say of their load."""
+
+    def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
+        loads = remote_loads(workers, prompt)
+        return super().choose(workers, prompt) if loads is None else self.choose_by(loads)
+
+
+def remote_loads(workers: Sequence[WorkerState], prompt: Prompt) -> Mapping[WorkerState, Load] | None:
+    """Return the loads by the workers' own words, or None, and that as the reason, where one of them is missing.
+
+    Our own counts and a worker's word are not comparable: a worker that stops talking would look like an idle one.
+    """
+    loads = {worker: load for worker in workers if (load := worker.remote_load) is not None}
+    if len(loads) == len(workers):
+        return loads
+    prompt.reason = "load_unknown"
+    return None
 
 
 class PowerOfTwo:
@@ -201,13 +243,18 @@ def _requests_then_tokens(worker: WorkerState) -> tuple[float, ...]:
     return worker.requests, worker.prefill_tokens
 
 
+REMOTE_POLICIES = frozenset({"fd_remote_metrics_score", "remote_cache_aware"})
+"""Those that want to know what the workers say of their load."""
+
 POLICIES: Mapping[str, Callable[[PolicyOptions, random.Random], Policy]] = {
     "cache_aware": CacheAware,
     "fd_metrics_score": FdMetricsScore,
+    "fd_remote_metrics_score": FdRemoteMetricsScore,
     "power_of_two": PowerOfTwo,
     "prefill_cost": PrefillCost,
     "process_tokens": ProcessTokens,
     "random": Random,
+    "remote_cache_aware": RemoteCacheAware,
     "request_num": RequestNum,
     "round_robin": RoundRobin,
 }

@@ -10,6 +10,7 @@ from asgi_router.scheduling.breaker import BreakerState
 if TYPE_CHECKING:
     from asgi_router.scheduling.breaker import Breaker
     from asgi_router.scheduling.prefix_index import PrefixIndex
+    from asgi_router.scheduling.remote_load import Load, RemoteLoad
     from asgi_router.worker import Worker
 
 
@@ -40,10 +41,17 @@ class WorkerState:
     """True: it gets no new requests; those in flight go on."""
     probes_against: int = 0
     """Health probes in a row that say the opposite of `healthy`."""
+    remote: RemoteLoad | None = None
+    """What it said of its load last, fresh or stale. None: nothing."""
 
     def serves(self, model: str) -> bool:
         """Tell whether a request for `model` may come here; one that names none may come to any worker."""
         return not model or not self.worker.models or model in self.worker.models
+
+    @property
+    def remote_load(self) -> Load | None:
+        """The requests there now, others' too: its word, brought up to date. None where that is stale or missing."""
+        return self.remote.now(self.requests) if self.remote is not None and self.remote.fresh else None
 
     def __repr__(self) -> str:
         flags = ("" if self.healthy else ", unhealthy") + (", draining" if self.draining else "")
