@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -12,7 +13,7 @@ from tests.instruments.asgi_client import Exchange
 from tests.instruments.fake_worker import FakeFleet, Script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from asgi_router.stats import WorkerStats
     from tests.instruments.fake_worker import FakeWorker, Scripts, Step
@@ -49,10 +50,10 @@ async def unreachable_app(scope: object, receive: object, send: object) -> None:
 class Routed:
     """A router before scripted workers; called as an ASGI app, it is the middleware around no app."""
 
-    def __init__(self, workers: Mapping[str, Scripts] | Script, **settings: object) -> None:
-        """Take the settings of the router, and `clock`."""
+    def __init__(self, workers: Mapping[str, Scripts] | Scripts, **settings: object) -> None:
+        """Take how the workers answer (or the only one, which is `WORKER`), the settings of the router, and `clock`."""
         clock = cast("Callable[[], float]", settings.pop("clock", time.monotonic))
-        scripts = {WORKER: workers} if isinstance(workers, Script) else workers
+        scripts = workers if isinstance(workers, Mapping) else {WORKER: workers}
         self.fleet = FakeFleet(scripts)
         self.router = Router(RouterSettings(workers=list(scripts), **settings), transport=self.fleet, clock=clock)
         self.app = RouterMiddleware(unreachable_app, router=self.router)
