@@ -63,16 +63,26 @@ class RouterMiddleware:
         self.router = router
         self._paths = frozenset(router.settings.paths)
         self._admin_prefix = router.settings.admin_prefix
+        self._metrics_path = router.settings.metrics_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and (path := route_path(scope)) in self._paths:
             await self.router.handle(scope, receive, send, path)
+        elif self._metrics_path and self._asks_for_metrics(scope):
+            await self.router.metrics(scope, receive, send)
         elif self._admin_prefix and scope["type"] == "http" and is_admin_path(route_path(scope), self._admin_prefix):
             await self.router.admin(mounted(scope, self._admin_prefix), receive, send)
         elif scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def _asks_for_metrics(self, scope: Scope) -> bool:
+        return (
+            scope["type"] == "http"
+            and scope["method"] in ("GET", "HEAD")  # what else comes there is the app's
+            and route_path(scope) == self._metrics_path
+        )
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Open the router when the app has started; drain it before the app stops, close it after."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from asgi_router.observability.events import Observer
+    from asgi_router.observability.metrics import RouterMetrics
     from asgi_router.settings import RouterSettings
     from asgi_router.worker import Worker
 
@@ -64,7 +65,7 @@ class Router:
         rng: chooses among equal workers.
 
     Raises:
-        SettingsError: `REGISTER_FILE` can't be read, or something in it is wrong.
+        SettingsError: `REGISTER_FILE` can't be read, or something in it is wrong; `METRICS_PATH` lacks its extra.
 
     Attributes:
         settings: as given.
@@ -139,6 +140,8 @@ class Router:
         self._task_groups: dict[int, TaskGroup] = {}  # of `async with router`, by task
         self._draining = False
         self._idle: anyio.Event | None = None
+        if settings.metrics_path is not None:
+            self._start_metrics()
 
     def _add_configured_workers(self) -> None:
         settings = self.settings
@@ -174,6 +177,25 @@ class Router:
         from asgi_router.fleet.admin import admin_app  # starlette's app is loaded only where it is used
 
         return admin_app(self)
+
+    @cached_property
+    def metrics(self) -> RouterMetrics:
+        """The metrics, counted from the first look at this: an ASGI app, and a `prometheus_client` collector.
+
+        `METRICS_PATH` makes the middleware serve them.
+
+        Raises:
+            ImportError: the extra `[prometheus]` is missing.
+        """
+        from asgi_router.observability.metrics import RouterMetrics  # what needs an extra is loaded where it is used
+
+        return RouterMetrics(self)
+
+    def _start_metrics(self) -> None:
+        try:
+            _ = self.metrics  # from now on, not from the first scrape
+        except ImportError as exc:
+            raise SettingsError(f"ASGI_ROUTER_METRICS_PATH: {exc}") from None
 
     def stats(self) -> RouterStats:
         """Return the counters of this moment. Cheap; never changes anything."""

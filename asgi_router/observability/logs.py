@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import fields
 
-if TYPE_CHECKING:
-    from asgi_router.observability.events import RequestFinished
+from asgi_router.observability.events import RequestFinished
+
+MODEL_LENGTH = 200
+"""Characters of a model's name that are logged: it is any text of the client's."""
 
 logger = logging.getLogger("asgi_router.requests")
+
+_FIELDS = [field.name for field in fields(RequestFinished)]
 
 
 def requests_are_logged() -> bool:
@@ -20,6 +23,7 @@ def requests_are_logged() -> bool:
 
 def log_request(event: RequestFinished) -> None:
     """Log a request at INFO: its fields as one line of JSON, and as a mapping in the record's attribute `request`."""
-    fields = asdict(event)
+    record = {name: getattr(event, name) for name in _FIELDS}
+    record["model"] = event.model[:MODEL_LENGTH]
     # JSON escapes what could end or colour a line: some of the fields are the client's words.
-    logger.info("%s", json.dumps(fields), extra={"request": fields})
+    logger.info("%s", json.dumps(record), extra={"request": record})
