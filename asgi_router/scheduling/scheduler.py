@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from asgi_router.extraction import CompletionRequest
     from asgi_router.scheduling.policies import Policy
+    from asgi_router.scheduling.sessions import Sessions
     from asgi_router.scheduling.state import WorkerState
 
 
@@ -25,6 +26,7 @@ class Scheduler:
         block_bytes: size of a prefix block, in bytes of the prefix key.
         max_blocks: how many blocks of a prompt are looked at: no more than a worker's index can hold.
         max_concurrent: how many requests a worker may have in flight; None: any number.
+        sessions: which workers served sessions last; None: sessions don't matter.
         on_release: called after each release of a lease.
     """
 
@@ -36,11 +38,13 @@ class Scheduler:
         block_bytes: int,
         max_blocks: int | None = None,
         max_concurrent: int | None = None,
+        sessions: Sessions | None = None,
         on_release: Callable[[], None] | None = None,
     ) -> None:
         self._policy = policy
         self._policy_name = policy_name
         self._max_concurrent = max_concurrent
+        self._sessions = sessions
         self._on_release = on_release
         self._block_bytes = block_bytes
         self._max_blocks = max_blocks
@@ -79,10 +83,22 @@ class Scheduler:
         prompt = Prompt(request, self._block_bytes, self._max_blocks)
         if len(candidates) == 1:
             worker, prompt.reason = candidates[0], "only_candidate"
+        elif (pinned := self._pinned(request, candidates)) is not None:
+            worker, prompt.reason = pinned, "session"
         else:
             prompt.reason = self._policy_name
             worker = self._policy.choose(candidates, prompt)
+        self._pin(request, worker)
         return Lease(worker, prompt, self._on_release, reason=prompt.reason, candidates=len(candidates))
+
+    def _pinned(self, request: CompletionRequest, candidates: Collection[WorkerState]) -> WorkerState | None:
+        if self._sessions is None or not request.session_id:
+            return None
+        return self._sessions.worker_for(request, candidates)
+
+    def _pin(self, request: CompletionRequest, worker: WorkerState) -> None:
+        if self._sessions is not None and request.session_id:
+            self._sessions.note(request, worker)
 
     def able(
         self,

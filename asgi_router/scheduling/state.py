@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from asgi_router.scheduling.breaker import BreakerState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from asgi_router.scheduling.breaker import Breaker
     from asgi_router.scheduling.prefix_index import PrefixIndex
     from asgi_router.scheduling.remote_load import Load, RemoteLoad
@@ -41,12 +43,15 @@ class WorkerState:
     """True: it gets no new requests; those in flight go on."""
     probes_against: int = 0
     """Health probes in a row that say the opposite of `healthy`."""
+    discovered: Mapping[str, bytes] | None = None
+    """Models that it says it serves, and what it says of each (JSON). None: nothing is known."""
     remote: RemoteLoad | None = None
     """What it said of its load last, fresh or stale. None: nothing."""
 
     def serves(self, model: str) -> bool:
         """Tell whether a request for `model` may come here; one that names none may come to any worker."""
-        return not model or not self.worker.models or model in self.worker.models
+        served = self.worker.models or self.discovered
+        return not model or served is None or model in served
 
     @property
     def remote_load(self) -> Load | None:
