@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from asgi_router.observability.fastdeploy_metrics import FastDeployMetrics
 from asgi_router.observability.tally import Tally
 from asgi_router.scheduling.breaker import BreakerState
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from asgi_router.fleet.registry import Registry
     from asgi_router.observability.events import Observer, RequestFinished
+    from asgi_router.observability.fastdeploy_metrics import FastDeployMetrics
     from asgi_router.observability.tally import Histogram
     from asgi_router.settings import RouterSettings
     from asgi_router.stats import RouterStats
@@ -97,7 +97,11 @@ class RouterMetrics:
     def __init__(self, router: Measured) -> None:
         self._router = router
         self._tally = Tally(router.workers)
-        self._fastdeploy = FastDeployMetrics() if router.settings.fastdeploy_metrics else None
+        self._fastdeploy: FastDeployMetrics | None = None
+        if router.settings.fastdeploy_metrics:
+            from asgi_router.observability.fastdeploy_metrics import FastDeployMetrics  # it needs the extra, too
+
+            self._fastdeploy = FastDeployMetrics()
         router.observers.append(self.observe)
 
     def observe(self, event: RequestFinished) -> None:
