@@ -52,9 +52,12 @@ class Registry:
     def add(self, worker: Worker) -> WorkerState:
         """Let a worker join.
 
-        A worker with the same URL is replaced: its requests in flight end on the old state.
+        A worker with the same URL is replaced: its requests in flight end on the old state. What it has said of its
+        models holds until it is asked again.
         """
         state = self._new_state(worker)
+        if (old := self._states.get(worker.url)) is not None:
+            state.discovered = old.discovered
         self._note_leaving(worker.url)
         self._states = {url: old for url, old in self._states.items() if url != worker.url} | {worker.url: state}
         self._on_change()

@@ -58,10 +58,10 @@ class Rounds:
             if self._runner is me:
                 self._runner = None
 
-    async def once(self) -> None:
-        """Ask each worker once, but for those that have not answered yet."""
+    async def once(self, workers: Iterable[WorkerState] | None = None) -> None:
+        """Ask each worker (of `workers`, if they are given) once, but for those that have not answered yet."""
         async with anyio.create_task_group() as tasks:
-            self._start(tasks, self._workers)
+            self._start(tasks, self._workers if workers is None else workers)
 
     def _start(self, tasks: TaskGroup, workers: Iterable[WorkerState]) -> None:
         for state in workers:

@@ -13,6 +13,8 @@ from asgi_router.upstream.relay import close_response
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from starlette.types import ASGIApp
+
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
 logger = logging.getLogger("asgi_router")
@@ -35,7 +37,12 @@ class WorkerCalls:
 
     def __init__(self, transport: httpx.AsyncBaseTransport, api_key: str | None = None) -> None:
         self._transport = transport
+        self._api_key = api_key
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+    def to_app(self, app: ASGIApp) -> WorkerCalls:
+        """Return the like for a worker that is an app in this process, at any URL."""
+        return WorkerCalls(httpx.ASGITransport(app), self._api_key)
 
     async def call(
         self, method: str, url: str, *, timeout: float, json: object = None, headers: Mapping[str, str] | None = None
