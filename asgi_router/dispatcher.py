@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -98,6 +99,9 @@ class Dispatcher:
             exchange.request = extract(
                 exchange.body, path, header(client.scope.get("headers") or (), b"content-encoding")
             )
+            if self._settings.session_header and not exchange.request.session_id:
+                session = header(client.scope.get("headers") or (), self._settings.session_header.encode())
+                exchange.request = replace(exchange.request, session_id=session)
             exchange.ids.use_body_id(exchange.request.request_id)
             exchange.times.selecting = exchange.times.clock() - began
             await self._serve_watched(exchange, path)

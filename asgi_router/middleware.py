@@ -63,6 +63,8 @@ class RouterMiddleware:
         self.router = router
         self._paths = frozenset(router.settings.paths)
         self._admin_prefix = router.settings.admin_prefix
+        self._serve_models = router.settings.serve_models
+        router.models.local_app = app
         self._metrics_path = router.settings.metrics_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,6 +72,8 @@ class RouterMiddleware:
             await self.router.handle(scope, receive, send, path)
         elif self._metrics_path and self._asks_for_metrics(scope):
             await self.router.metrics(scope, receive, send)
+        elif self._serve_models and scope["type"] == "http" and self.router.models.is_asked(scope, route_path(scope)):
+            await self.router.models.answer(scope, receive, send, route_path(scope))
         elif self._admin_prefix and scope["type"] == "http" and is_admin_path(route_path(scope), self._admin_prefix):
             await self.router.admin(mounted(scope, self._admin_prefix), receive, send)
         elif scope["type"] == "lifespan":

@@ -18,6 +18,7 @@ from asgi_router.errors import ShuttingDown
 from asgi_router.exchange import Exchange
 from asgi_router.fleet.health import HealthMonitor
 from asgi_router.fleet.load import LoadMonitor
+from asgi_router.fleet.models import Models
 from asgi_router.fleet.register_file import read_register_file
 from asgi_router.fleet.registration import RegistrationError
 from asgi_router.fleet.registry import Registry
@@ -28,6 +29,7 @@ from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, REMOTE_POLICIES, PolicyOptions
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.scheduler import Scheduler
+from asgi_router.scheduling.sessions import Sessions
 from asgi_router.scheduling.state import WorkerState
 from asgi_router.settings import SettingsError
 from asgi_router.stats import RouterStats, WorkerStats
@@ -72,6 +74,7 @@ class Router:
         workers: the fleet; workers may be added and removed while requests are in flight.
         monitor: probes the workers' health.
         load_monitor: asks the workers how busy they are; None where `POLICY` doesn't want to know.
+        models: knows which models the workers say they serve.
         observers: called with a `RequestFinished` for each request that is over; add your own.
         users: how many `async with` blocks and lifespans keep the router open; the last one drains and closes it.
     """
@@ -104,6 +107,7 @@ class Router:
             block_bytes=settings.prefix_block_bytes,
             max_blocks=capacity,
             max_concurrent=settings.max_concurrent_per_worker,
+            sessions=Sessions(settings.session_ttl, clock) if settings.session_ttl else None,
             on_release=lambda: self._admission.serve_waiting(),
         )
         self._admission = Admission(
@@ -134,6 +138,11 @@ class Router:
         self.load_monitor = self._new_load_monitor() if settings.policy in REMOTE_POLICIES else None
         if self.load_monitor is not None:
             self._background.append(self.load_monitor.run)
+        self.models = Models(
+            self.workers, self._calls, settings.models_interval, clock, on_change=self._admission.serve_waiting
+        )
+        if settings.discover_models or settings.serve_models:
+            self._background.append(self.models.run)
         self._exchanges: set[Exchange] = set()
         self.observers: list[Observer] = []
         self.users = 0
