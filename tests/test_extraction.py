@@ -186,8 +186,8 @@ def test_token_ids_are_counted_exactly(prompt: object, tokens: int) -> None:
     ("prompt", "tokens"),
     [("", 1), ("abc", 1), ("abcd", 1), ("abcde", 2), ("a" * 400, 100), ("你好" * 200, 300), (["abcd", "efg"], 2)],
 )
-def test_text_is_estimated_by_its_bytes(prompt: object, tokens: int) -> None:
-    """Text counts a token for four bytes of UTF-8, rounded up: a Chinese character about one (F-56)."""
+def test_f56_text_is_estimated_by_its_bytes(prompt: object, tokens: int) -> None:
+    """F-56: two tokens a character suits no text; it is one for four bytes of UTF-8, about a Chinese character."""
     assert read(TEXT, prompt=prompt).prompt_tokens == tokens
 
 

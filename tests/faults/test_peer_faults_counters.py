@@ -1,10 +1,10 @@
 """Owns the faults of counting that peers have had in public (entries 1 to 8, and 19): each trigger, played to us.
 
 Entry 2 (vllm-project/router#197) is in tests/fleet/test_health.py. Entries 9 to 12, 16 to 18 and 20, of what is counted
-down too often or never, are in `test_peer_faults_release.py`.
+down too often or never, are in `test_peer_faults_release.py`; entries 3 and 4 for load that is polled, and 13 to 15, in
+`test_peer_faults_load.py`.
 
-Two entries are about what this version doesn't have: load that is polled (3 and 4), and gRPC (19). Of these the part
-that applies is shown.
+Entry 19 is about gRPC, which this version doesn't have. The part that applies is shown.
 """
 
 from __future__ import annotations
