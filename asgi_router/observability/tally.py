@@ -8,6 +8,7 @@ one process would share their numbers, and those of workers that have left could
 from __future__ import annotations
 
 import math
+import re
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -27,6 +28,10 @@ DURATION_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 
 EXAMPLE_LENGTH = 128
 """Characters that names and values of an exemplar's labels may have together, says OpenMetrics."""
+
+# Ids are the clients' words. One with a quote in it would be escaped, which not every reader of OpenMetrics understands
+# (`prometheus_client` doesn't, at this place), and then one request would keep all metrics from being read.
+_PLAIN = re.compile(r"[\w.:/+=@-]+", re.ASCII)
 
 
 class Example(NamedTuple):
@@ -160,11 +165,11 @@ def bounded_status(status: int) -> int:
 
 
 def example_labels(event: RequestFinished) -> dict[str, str]:
-    """Return the ids by which a request can be found in the log, as far as they fit into an exemplar."""
+    """Return the ids by which a request can be found in the log, as far as they fit into an exemplar and are plain."""
     labels = {}
     room = EXAMPLE_LENGTH
     for name, value in (("request_id", event.request_id), ("trace_id", event.trace_id)):
-        if value and len(name) + len(value) <= room:
+        if len(name) + len(value) <= room and _PLAIN.fullmatch(value):
             labels[name] = value
             room -= len(name) + len(value)
     return labels
