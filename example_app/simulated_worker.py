@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from example_app.parent import stop_when_stdin_closes
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 MODEL = "simulated"
 ANSWER = "Simulated: no model has read this prompt. "
@@ -61,22 +63,46 @@ class PrefixCache:
         return min(cached, max(len(tokens) - 1, 0))
 
 
+class CountAnswers:
+    """Counts the completions that are being answered, in `app.state.answering`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state, one = scope["app"].state, int(scope.get("method") == "POST")
+        state.answering += one
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            state.answering -= one
+
+
 def create_app() -> Starlette:
     """Return a simulated worker as an ASGI app, with an empty cache of its own."""
     app = Starlette(
         routes=[
             Route("/health", health),
+            Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/chat/completions", complete, methods=["POST"]),
-        ]
+        ],
+        middleware=[Middleware(CountAnswers)],
     )
     app.state.cache = PrefixCache()
+    app.state.answering = 0
     return app
 
 
 async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """Tell how busy this is, by the names of the engine that it stands in for. Nobody ever waits here."""
+    running, waiting = f"llamacpp:requests_processing {request.app.state.answering}", "llamacpp:requests_deferred 0"
+    return PlainTextResponse(f"{running}\n{waiting}\n")
 
 
 async def models(request: Request) -> Response:

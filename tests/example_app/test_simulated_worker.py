@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 from starlette.testclient import TestClient
 
+from asgi_router.fleet.load_text import read_load
+from asgi_router.scheduling.remote_load import Load
 from example_app.simulated_worker import PrefixCache, create_app
 
 if TYPE_CHECKING:
@@ -99,3 +102,13 @@ def test_it_is_healthy_and_names_its_model(http: TestClient) -> None:
     """The routes that launchers and clients ask first are there."""
     assert http.get("/health").status_code == 200
     assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["simulated"]
+
+
+def test_it_tells_how_busy_it_is(http: TestClient) -> None:
+    """Its metrics count the completions that are being answered, by llama.cpp's names, and go back to none."""
+    assert read_load(http.get("/metrics").content) == Load(0, 0)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(http.post, "/v1/completions", json={"prompt": PROMPT, "max_tokens": 512})
+        while read_load(http.get("/metrics").content) != Load(1, 0):
+            assert not answer.done()
+    assert read_load(http.get("/metrics").content) == Load(0, 0)

@@ -26,7 +26,7 @@ LONG, SHORT = "A long prompt. " * 400, "A short prompt."
 
 @pytest.mark.parametrize("policy", REMOTE)
 async def test_03_a_burst_between_two_polls_is_spread(policy: str) -> None:
-    """vllm-project/router#177: a burst faster than the poll went to one worker; ours count on top of the polled load."""
+    """vllm-project/router#177: a burst faster than the poll went to one worker; ours count on top of the poll."""
     metrics = dict(zip(FLEET, (saying(6), saying(0), saying(0), saying(0)), strict=True))
     routed, monitor = routed_by_load(metrics, policy=policy)
     await monitor.ask_all()
