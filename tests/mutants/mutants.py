@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 EXITS = ["tests/test_exit_paths.py", "tests/test_exit_by_client.py", "tests/test_native_cancel.py"]
+LOAD = ["tests/scheduling/test_remote_policies.py", "tests/fleet/test_load.py"]
 
 
 @dataclass(frozen=True)
@@ -220,5 +221,45 @@ MUTANTS = [
         "    return frozenset(tokens) - _NEVER_CONNECTION_LISTED\n",
         "    return frozenset()\n",
         ["tests/test_headers.py"],
+    ),
+    Mutant(
+        "herd-between-polls",
+        "the seed's fault: a worker's word on its load stands unchanged until the next",
+        "scheduling/remote_load.py",
+        "        total = others + own_requests\n",
+        "        total = others + self.own_requests\n",
+        LOAD,
+    ),
+    Mutant(
+        "stale-word",
+        "what a worker said once is its load for ever",
+        "scheduling/remote_load.py",
+        "return self.clock() < self.expires",
+        "return True",
+        LOAD,
+    ),
+    Mutant(
+        "silent-looks-idle",
+        "the seed's fault: a worker that says nothing is compared with those that do",
+        "scheduling/policies.py",
+        "    if len(loads) == len(workers):\n        return loads\n",
+        "    if loads:\n        return loads\n",
+        LOAD,
+    ),
+    Mutant(
+        "ranks-added-up",
+        "each rank of a model replica counts its requests again",
+        "fleet/load_text.py",
+        'frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})',
+        "frozenset()",
+        ["tests/fleet/test_load_text.py"],
+    ),
+    Mutant(
+        "half-a-text",
+        "metrics that were cut off are read",
+        "fleet/load_text.py",
+        'if not text.endswith(b"\\n"):',
+        "if not text:",
+        ["tests/fleet/test_load_text.py"],
     ),
 ]
