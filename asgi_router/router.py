@@ -67,7 +67,8 @@ class Router:
         rng: chooses among equal workers.
 
     Raises:
-        SettingsError: `REGISTER_FILE` can't be read, or something in it is wrong; `METRICS_PATH` lacks its extra.
+        SettingsError: `REGISTER_FILE` can't be read, or something in it is wrong; `METRICS_PATH` or `POLICY` lacks an
+            extra.
 
     Attributes:
         settings: as given.
