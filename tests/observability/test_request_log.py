@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import fields, replace
 
 import anyio
-import httpx
 import pytest
 
 from asgi_router import Worker
-from asgi_router.errors import AnswerCut
 from asgi_router.observability.events import RequestFinished
 from asgi_router.observability.logs import MODEL_LENGTH
 from tests.instruments import asyncio_only
-from tests.instruments.asgi_client import DISCONNECT, HANG, Exchange
+from tests.instruments.asgi_client import Exchange
 from tests.instruments.cancel import cancel_natively
-from tests.instruments.fake_worker import Script
+from tests.observability.ways import BROKEN, HANGING, REFUSED, WAYS, Way
 from tests.routed import OTHER, WORKER, Routed, answer, completion_body, interrupted
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("short_graces")]
-
-BROKEN = httpx.ReadError("broken")
-REFUSED = httpx.ConnectError("refused")
-GOOD = answer("json")
 
 
 @pytest.fixture(autouse=True)
@@ -52,65 +41,11 @@ def requests_logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]
     return found
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way out: what is set up, and the status and the outcome that are logged."""
-
-    status: int
-    outcome: str
-    script: Script = GOOD
-    client: Mapping[str, object] = field(default_factory=dict)
-    settings: Mapping[str, object] = field(default_factory=dict)
-    prepare: Callable[[Routed], object] = lambda routed: None
-    leave: Literal["disconnect", "cancel"] | None = None
-    """What ends it from outside, once the worker has the request."""
-    worker: str = WORKER
-
-
-def only_other_models(routed: Routed) -> None:
-    routed.router.workers.add(Worker(url=WORKER, models=("other",)))
-
-
-HANGING = replace(answer("json"), head=[HANG])
-
-WAYS = {
-    "stream": Way(200, "ok", answer("stream")),
-    "json": Way(200, "ok"),
-    "worker's error": Way(500, "ok", Script.json({}, status=500)),
-    "worker busy": Way(429, "ok", Script.json({}, status=429)),
-    "refused": Way(502, "worker_unreachable", replace(answer("json"), connect=[REFUSED])),
-    "reset": Way(502, "worker_failed", replace(answer("json"), head=[BROKEN])),
-    "late": Way(504, "worker_timeout", HANGING, settings={"first_byte_timeout": 0.05}),
-    "stream cut": Way(200, "worker_failed", interrupted("stream", BROKEN)),
-    "json cut": Way(200, "worker_failed", interrupted("json", BROKEN)),
-    "paused": Way(200, "worker_timeout", interrupted("stream", HANG), settings={"idle_timeout": 0.05}),
-    "not json": Way(400, "invalid_request", client={"body": b"["}, worker=""),
-    "too large": Way(413, "request_too_large", settings={"max_body_bytes": 10}, worker=""),
-    "no such model": Way(404, "model_not_found", prepare=only_other_models, worker=""),
-    "no worker": Way(
-        503, "no_worker_available", prepare=lambda routed: routed.router.workers.remove(WORKER), worker=""
-    ),
-    "gone in upload": Way(0, "client_gone", client={"body": [b"{", DISCONNECT]}, worker=""),
-    "gone in prefill": Way(0, "client_gone", HANGING, leave="disconnect"),
-    "gone in answer": Way(200, "client_gone", client={"at": {1: DISCONNECT}}),
-    "send raises": Way(200, "client_gone", client={"at": {"start": OSError("gone")}}),
-    "client stuck": Way(200, "client_gone", client={"at": {1: HANG}}, settings={"send_timeout": 0.05}),
-    "cancelled": Way(0, "cancelled", HANGING, leave="cancel"),
-}
-
-
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 async def test_one_record_however_a_request_ends(way: Way, caplog: pytest.LogCaptureFixture) -> None:
     """Each way out is one record with the client's status, the outcome, and the worker if there was one."""
     routed = Routed(way.script, **way.settings)
-    way.prepare(routed)
-    exchange = Exchange(**{"body": completion_body(), **way.client})  # type: ignore[arg-type]
-    with suppress(AnswerCut):
-        async with exchange.running(routed.app):
-            if way.leave:
-                await routed.worker.received(1)
-                (exchange.disconnect if way.leave == "disconnect" else exchange.cancel)()
-
+    exchange = await way.take(routed)
     (logged,) = requests_logged(caplog)
     assert (logged["status"], logged["outcome"], logged["worker"]) == (way.status, way.outcome, way.worker)
     assert logged["attempts"] == (1 if way.worker else 0)
@@ -202,7 +137,7 @@ async def test_f93_no_text_of_a_client_forges_a_record(text: str, caplog: pytest
 async def test_a_long_model_makes_no_long_line(caplog: pytest.LogCaptureFixture) -> None:
     """A client that sends a megabyte as the model's name gets its 404, and a short record."""
     routed = Routed(answer("json"))
-    only_other_models(routed)
+    routed.router.workers.add(Worker(url=WORKER, models=("other",)))
     await Exchange(body=completion_body(model="m" * 2**20)).run(routed.app)
     (logged,) = requests_logged(caplog)
     assert logged["model"] == "m" * MODEL_LENGTH
