@@ -6,8 +6,9 @@
 2. A worker of which nothing is known serves every model. One that answers with an empty list serves none.
 3. What is listed is what isn't refused with 404: the models of all workers. Those that only an unhealthy or draining
    worker serves are among them, for the answer to a request is then 503: later.
-4. A router that is another's worker answers the other's question for its own worker `local` alone. If both told the
-   other what they have heard, a model that has gone would stay for ever.
+4. A router that is another's worker answers the other's question for its own worker `local` alone: if both told the
+   other what they have heard, a model that has gone would stay for ever. Without a `local` it answers 503 while it
+   doesn't know all, for a list that is too short would keep requests away.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weakref import WeakKeyDictionary
 import anyio
 from starlette.responses import Response
 
-from asgi_router.errors import UnknownModel
+from asgi_router.errors import NoWorker, UnknownModel
 from asgi_router.fleet.rounds import Rounds
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Models:
         self._on_change = on_change
         self._rounds = Rounds(workers, self._ask, interval=interval)
         self._asked: WeakKeyDictionary[WorkerState, float] = WeakKeyDictionary()  # when
+        self._under_way: dict[WorkerState, anyio.Event] = {}
         self.local_app: ASGIApp | None = None
 
     async def run(self) -> None:
@@ -103,8 +105,7 @@ class Models:
         """Tell whether the HTTP request `scope` for the route `path` is to be answered here, and not by the app."""
         if scope["method"] not in ("GET", "HEAD") or (path != PATH and not path[:-1].startswith(f"{PATH}/")):
             return False
-        by_a_router = any(name == ASKED_BY_A_ROUTER.encode() for name, _ in scope.get("headers") or ())
-        return not (by_a_router and any(state.worker.is_local for state in self._workers))
+        return not (_by_a_router(scope) and any(state.worker.is_local for state in self._workers))
 
     async def answer(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
         """Answer with all models, or with the one whose name follows `/v1/models/` in `path`.
@@ -112,9 +113,16 @@ class Models:
         Where nobody asks the workers in the background, they are asked now, no more than once an interval.
         """
         await self.ask()
+        with anyio.move_on_after(ASK_TIMEOUT):
+            # Somebody else may have asked just now. Who has been heard of before is not waited for.
+            for answered in [self._under_way[state] for state in self._unknown() if state in self._under_way]:
+                await answered.wait()
+
         models = self._union()
         name, status = path.removeprefix(PATH).removeprefix("/"), 200
-        if not name:
+        if _by_a_router(scope) and self._unknown():
+            status, body = NoWorker.status, NoWorker("Not all workers say which models they serve.").body()
+        elif not name:
             body = b'{"object": "list", "data": [' + b", ".join(models.values()) + b"]}"
         elif name in models:
             body = models[name]
@@ -125,6 +133,9 @@ class Models:
         if scope["method"] == "HEAD":
             response.body = b""
         await response(scope, receive, send)
+
+    def _unknown(self) -> list[WorkerState]:
+        return [state for state in self._workers if state.discovered is None and not state.worker.models]
 
     def _union(self) -> dict[str, bytes]:
         """Return what is said of each model: by the first worker that says anything, else by us."""
@@ -140,7 +151,14 @@ class Models:
     async def _ask(self, state: WorkerState) -> None:
         first = state not in self._asked
         self._asked[state] = self._clock()
-        answer = await self._call(state)
+        self._under_way[state] = answered = anyio.Event()
+        try:
+            self._note(state, await self._call(state), first=first)
+        finally:
+            del self._under_way[state]
+            answered.set()
+
+    def _note(self, state: WorkerState, answer: WorkerAnswer | None, *, first: bool) -> None:
         models = read_models(answer.body) if answer and answer.status == 200 else None
         if models is None:
             if first:
@@ -162,6 +180,10 @@ class Models:
         # Nothing is left of the connection: where the router isn't open, nobody would close it.
         headers = {ASKED_BY_A_ROUTER: "1", "connection": "close"}
         return await calls.call("GET", url + PATH, timeout=ASK_TIMEOUT, headers=headers)
+
+
+def _by_a_router(scope: Scope) -> bool:
+    return any(name == ASKED_BY_A_ROUTER.encode() for name, _ in scope.get("headers") or ())
 
 
 def read_models(body: bytes) -> dict[str, bytes] | None:
