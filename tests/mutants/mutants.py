@@ -262,4 +262,66 @@ MUTANTS = [
         "if not text:",
         ["tests/fleet/test_load_text.py"],
     ),
+    Mutant(
+        "observers-before-release",
+        "who is told of a finished request still finds it in the counters",
+        "router.py",
+        """            exchange.release()
+            self._exchanges.discard(exchange)
+            self._tell(exchange)
+""",
+        """            self._tell(exchange)
+            exchange.release()
+            self._exchanges.discard(exchange)
+""",
+        ["tests/observability/test_observers.py"],
+    ),
+    Mutant(
+        "series-for-ever",
+        "metrics keep every worker that there ever was",
+        "observability/tally.py",
+        "present = {known: totals for known, totals in self._totals.items() if self._is_here(known[0])}",
+        "present = self._totals",
+        ["tests/observability/test_tally.py"],
+    ),
+    Mutant(
+        "gone-workers-shown",
+        "a scrape shows counters of workers that have left",
+        "observability/tally.py",
+        "        return not url or url in self._workers\n",
+        "        return True\n",
+        ["tests/observability/test_metrics.py"],
+    ),
+    Mutant(
+        "any-id-in-an-exemplar",
+        "one odd request id keeps all metrics from being read",
+        "observability/tally.py",
+        " and _PLAIN.fullmatch(value):",
+        " and value:",
+        ["tests/observability/test_follow_a_request.py"],
+    ),
+    Mutant(
+        "long-exemplar",
+        "an exemplar is longer than OpenMetrics allows",
+        "observability/tally.py",
+        "            room -= len(name) + len(value)\n",
+        "",
+        ["tests/observability/test_tally.py"],
+    ),
+    Mutant(
+        "ids-as-they-come",
+        "the seed's fault: a client's id is written into the log whatever is in it (F-93)",
+        "observability/record.py",
+        '_ID = re.compile("[!-~]{1,128}")',
+        '_ID = re.compile("(?s:.*)")',
+        ["tests/observability/test_request_log.py"],
+    ),
+    Mutant(
+        "usage-by-the-model",
+        "a model's text is taken for the answer's usage",
+        "observability/usage.py",
+        '        if text.endswith("\\\\", 0, match.start()):\n            continue\n',
+        "",
+        ["tests/observability/test_usage.py"],
+    ),
 ]

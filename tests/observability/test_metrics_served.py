@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client import CollectorRegistry
-from prometheus_client.registry import DuplicateTimeseries
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -205,7 +204,7 @@ async def test_a_host_registers_them_in_its_own_registry() -> None:
     await Exchange(body=completion_body()).run(routed.app)
     assert routed.router.metrics is routed.router.metrics
     assert registry.get_sample_value("asgi_router_requests_total", labels) == 1
-    with pytest.raises(DuplicateTimeseries):
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
         registry.register(Routed(answer("json")).router.metrics)
 
 

@@ -45,6 +45,11 @@ def test_a_model_can_not_report_a_usage(nested: int) -> None:
     assert read_usage(str(text).encode()) == Usage()
 
 
+def test_a_key_that_ends_like_usage_is_none() -> None:
+    """A key may be a token of the model's (as in `top_logprobs`), which ends like the one that is looked for."""
+    assert read_usage(json.dumps({'"usage': {"prompt_tokens": 999}}).encode()) == Usage()
+
+
 @given(st.binary() | st.text().map(lambda text: f'"usage": {{{text}'.encode("utf-8", "surrogatepass")))
 def test_nothing_in_an_answer_makes_it_raise(end: bytes) -> None:
     """Whatever a worker sends, reading it ends with numbers or None."""
