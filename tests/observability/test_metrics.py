@@ -134,8 +134,9 @@ async def test_gauges_are_the_state_of_this_moment() -> None:
     routed.assert_released(first)
 
 
-async def test_a_lease_on_a_worker_that_has_left_is_alive() -> None:
-    """A removed worker is in no gauge, while the lease on it is counted until its request ends."""
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_lease_on_a_worker_that_has_left_is_alive(replaced: bool) -> None:
+    """A worker that is removed or replaced is in no gauge, while the lease on it is counted until its request ends."""
     gate = anyio.Event()
     routed = routed_with_metrics({WORKER: replace(answer("json"), head=[gate]), OTHER: answer("json")})
     routed.router.workers.drain(OTHER)
@@ -143,14 +144,18 @@ async def test_a_lease_on_a_worker_that_has_left_is_alive() -> None:
     async with exchange.running(routed.app):
         await routed.worker.received(1)
         routed.router.workers.remove(WORKER)
+        if replaced:
+            routed.router.workers.add(Worker(url=WORKER))
         found = await scrape(routed)
         gate.set()
 
-    assert found.named("worker_requests") == {("mixed", OTHER): 0}
+    here = {("mixed", WORKER): 0.0} if replaced else {}
+    assert found.named("worker_requests") == {("mixed", OTHER): 0, **here}
     assert found.value("leases") == 1
     after = await scrape(routed)
     assert after.value("leases") == 0
-    assert after.named("requests_total") == {("ok", "", "200", ""): 1}
+    counted = ("ok", "mixed", "200", WORKER) if replaced else ("ok", "", "200", "")
+    assert after.named("requests_total") == {counted: 1}
 
 
 async def test_states_of_a_worker_are_seen() -> None:
