@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from asgi_router.errors import AllBusy, NoWorker, QueueFull, QueueTimeout, RouterError
+from asgi_router.errors import AllBusy, QueueFull, QueueTimeout, RouterError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -31,9 +31,8 @@ LOOK_EVERY = 1.0
 class _Waiter:
     """One request in the queue, and what it was given."""
 
-    def __init__(self, request: CompletionRequest, exclude: set[WorkerState]) -> None:
+    def __init__(self, request: CompletionRequest) -> None:
         self.request = request
-        self.exclude = exclude
         self.served = anyio.Event()
         self.lease: Lease | None = None
         self.error: RouterError | None = None
@@ -71,7 +70,7 @@ class Admission:
         Args:
             request: what a worker is wanted for.
             times: where the seconds of choosing and waiting are noted.
-            exclude: workers that it has tried. If it has to wait they may be back meanwhile, so this is emptied.
+            exclude: workers that it has tried. It is emptied if the request has to wait: they may be back meanwhile.
 
         Raises:
             QueueFull: too many requests are waiting.
@@ -79,6 +78,8 @@ class Admission:
             NoWorker, UnknownModel: as `Scheduler.select`, also while waiting.
         """
         began = times.clock()
+        if self._queue:
+            self._serve_first()
         try:
             return self._scheduler.select(self._workers, request, exclude=exclude)
         except AllBusy as exc:
@@ -88,10 +89,14 @@ class Admission:
             times.selecting += times.clock() - began
 
         began = times.clock()
-        waiter = _Waiter(request, exclude)
+        if times.waits_since is None:
+            times.waits_since = began
+        exclude.clear()
+        waiter = _Waiter(request)
         self._queue.append(waiter)
         try:
-            with anyio.move_on_after(self._queue_timeout):
+            # From its first wait on: a worker that it waits for may refuse it, and then it waits again.
+            with anyio.move_on_after(times.waits_since + self._queue_timeout - began):
                 while not waiter.served.is_set():
                     with anyio.move_on_after(LOOK_EVERY):
                         await waiter.served.wait()
@@ -103,7 +108,6 @@ class Admission:
                 raise QueueTimeout("All workers are busy.")
 
             lease, waiter.lease = waiter.lease, None
-            exclude.clear()
             return lease
         finally:
             times.queued += times.clock() - began
@@ -121,7 +125,7 @@ class Admission:
         try:
             for waiter in list(self._queue):
                 try:
-                    waiter.lease = self._select(waiter)
+                    waiter.lease = self._scheduler.select(self._workers, waiter.request)
                 except AllBusy:
                     continue
                 except RouterError as exc:
@@ -131,14 +135,11 @@ class Admission:
         finally:
             self._serving = False
 
-    def _select(self, waiter: _Waiter) -> Lease:
+    def _serve_first(self) -> None:
+        """Let the queue go first if its first request can be served: a cool-down may have ended without a word."""
         try:
-            return self._scheduler.select(self._workers, waiter.request, exclude=waiter.exclude)
-        except AllBusy:
-            raise
-        except NoWorker:
-            if not waiter.exclude:
-                raise
-
-        waiter.exclude.clear()  # nobody else is left, and these may be back
-        return self._scheduler.select(self._workers, waiter.request)
+            self._queue[0].lease = self._scheduler.select(self._workers, self._queue[0].request)
+        except RouterError:
+            return
+        self._queue.popleft().served.set()
+        self.serve_waiting()

@@ -105,12 +105,18 @@ class Client:
         # Host middleware that replays the body for ever: from it we will never hear of a disconnect.
         await sleep_forever()
 
+    async def forward(self, message: Message) -> None:
+        """Send a message of the wrapped app's, as it is."""
+        if message["type"] == "http.response.start":
+            self._begin(message["status"], list(message["headers"]))
+        elif message["type"] == "http.response.body":
+            self._last.append(message.get("body", b""))
+            self.finished = not message.get("more_body", False)
+        await self._deliver(message)
+
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Send the status and the headers."""
-        self.status = status
-        names = {name for name, _ in headers}
-        # Of a body that is encoded, or has a declared length, nothing can be added.
-        self._event_stream = is_event_stream(headers) and not names & {b"content-encoding", b"content-length"}
+        self._begin(status, headers)
         await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, chunk: bytes) -> None:
@@ -147,6 +153,13 @@ class Client:
         # An event that the worker left unfinished is ended first, or ours would be glued to it.
         gap = b"\n\n" if self._last and not self.end_of_answer.endswith(_EVENT_ENDS) else b""
         await self.write(gap + b"data: " + error.body() + b"\n\n")
+
+    def _begin(self, status: int, headers: RawHeaders) -> None:
+        self.status = status
+        headers = [(name.lower(), value) for name, value in headers]
+        names = {name for name, _ in headers}
+        # Of a body that is encoded, or has a declared length, nothing can be added.
+        self._event_stream = is_event_stream(headers) and not names & {b"content-encoding", b"content-length"}
 
     async def _deliver(self, message: Message) -> None:
         self._sending = True  # and so it stays if the send is broken off: nobody knows what has been taken

@@ -72,6 +72,13 @@ class NoWorker(RouterError):
     headers = ((b"retry-after", str(RETRY_AFTER).encode()),)
 
 
+class RoutedTwice(RouterError):
+    """The operator's fault: a router has sent the request to a router that has no worker of its own."""
+
+    status = 508
+    code = "routed_twice"
+
+
 class AllBusy(NoWorker):
     """Nobody's fault: every worker that could take the request has as many as it may have."""
 

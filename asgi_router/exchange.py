@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 import anyio
 
 from asgi_router.client import ClientGone
+from asgi_router.errors import WorkerTimeout, WorkerUnreachable
 from asgi_router.observability.record import Times, read_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from starlette.types import ASGIApp
 
     from asgi_router.client import Client
     from asgi_router.extraction import CompletionRequest
@@ -33,8 +36,11 @@ class Exchange:
         body: the client's request body; empty once no worker can be asked any more.
         request: what was read in it; likewise without the prompt.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
+        app: the app that the middleware wraps, for the worker `local`.
         tried: workers that this request need not try again.
         attempts: how many workers have been asked.
+        placed: a peer has chosen this process for it.
+        sent: to how many workers it was sent, all of which have failed or were busy.
         scope: encloses all that is done for this request: upload, queue, worker and answer.
         reason: why the scope was cancelled.
         ids: what the request is called by.
@@ -45,6 +51,7 @@ class Exchange:
     __slots__ = (
         "_attempt",
         "_late",
+        "app",
         "attempts",
         "body",
         "client",
@@ -52,15 +59,18 @@ class Exchange:
         "lease",
         "outcome",
         "path",
+        "placed",
         "reason",
         "request",
         "scope",
+        "sent",
         "times",
         "tried",
     )
 
-    def __init__(self, client: Client, path: str, clock: Callable[[], float]) -> None:
+    def __init__(self, client: Client, path: str, app: ASGIApp, clock: Callable[[], float]) -> None:
         self.client = client
+        self.app = app
         self.path = path
         self.ids = read_ids(client.scope.get("headers") or ())
         self.times = Times(clock)
@@ -70,6 +80,8 @@ class Exchange:
         self.lease: Lease | None = None
         self.tried: set[WorkerState] = set()
         self.attempts = 0
+        self.placed = False
+        self.sent = 0
         self.scope = anyio.CancelScope()
         self.reason: Exception | None = None
         self._attempt = self.scope
@@ -105,6 +117,15 @@ class Exchange:
         elif self.reason is None:
             self.reason = reason
             self.scope.cancel()
+
+    def progress(self, *, sending: bool) -> None:
+        """Note how far the transport is: it connects, or it begins to send. What is late means something else then."""
+        if self._attempt.cancel_called or self._attempt.deadline == math.inf:
+            return
+        if sending:
+            self._late = WorkerTimeout("The worker did not answer in time.")
+        else:
+            self._late = WorkerUnreachable("No connection to the worker could be made in time.")
 
     def forget_prompt(self) -> None:
         """Let the prompt go: a worker has it, and an answer may take minutes to write."""

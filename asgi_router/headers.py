@@ -6,8 +6,11 @@ Everything crosses but what is listed here: names in lower case, values and repe
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
+
+from asgi_router.peers import HOP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +34,7 @@ _HOP_BY_HOP = frozenset(
 )
 # The body is whole when we forward it, so the transport counts it anew; a client's own count beside another
 # framing is how requests are smuggled. Host is the worker's. The server has answered `Expect` for us.
-_REQUEST_DROPS = _HOP_BY_HOP | {b"content-length", b"expect", b"host"}
+_REQUEST_DROPS = _HOP_BY_HOP | {b"content-length", b"expect", b"host", HOP}
 
 # The server in front of us adds `date` and `server`. Which origins may read an answer is the host app's say.
 # `x-router-*` is what we tell, and no worker.
@@ -118,17 +121,23 @@ def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
 def retry_after(raw: Iterable[tuple[bytes, bytes]]) -> float:
     """Return how many seconds a response asks its client to wait (RFC 9110, section 10.2.3); 0 if it doesn't.
 
-    A date is taken relative to the response's own `date`: whose clock is wrong doesn't matter then.
+    A date is taken relative to the response's own `date`, if it has one: whose clock is wrong doesn't matter then.
     """
     raw = list(raw)
     value = header(raw, b"retry-after").strip()
-    if re.fullmatch("[0-9]{1,9}", value):
+    if re.fullmatch("[0-9]{1,300}", value):
         return float(value)
+    then = _date(value)
+    now = _date(header(raw, b"date")) or datetime.now(UTC)
+    return max(0.0, (then - now).total_seconds()) if then else 0.0
+
+
+def _date(text: str) -> datetime | None:
     try:
-        then, now = (parsedate_to_datetime(text) for text in (value, header(raw, b"date")))
-        return max(0.0, (then - now).total_seconds())
-    except (TypeError, ValueError):  # no date, or one of the two without a time zone
-        return 0.0
+        date = parsedate_to_datetime(text)
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).astimezone(UTC)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _connection_listed(raw: RawHeaders) -> frozenset[bytes]:

@@ -65,13 +65,16 @@ class RouterMiddleware:
         self._admin_prefix = router.settings.admin_prefix
         self._serve_models = router.settings.serve_models
         router.models.local_app = app
+        self._abort_path = router.settings.abort_path
         self._metrics_path = router.settings.metrics_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and (path := route_path(scope)) in self._paths:
-            await self.router.handle(scope, receive, send, path)
+            await self.router.handle(scope, receive, send, path, self.app)
         elif self._metrics_path and self._asks_for_metrics(scope):
             await self.router.metrics(scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) == self._abort_path:
+            await self.router.abort(scope, receive, send, self.app)
         elif self._serve_models and scope["type"] == "http" and self.router.models.is_asked(scope, route_path(scope)):
             await self.router.models.answer(scope, receive, send, route_path(scope))
         elif self._admin_prefix and scope["type"] == "http" and is_admin_path(route_path(scope), self._admin_prefix):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import anyio
 
+from asgi_router.abort import Aborts
 from asgi_router.admission import Admission
 from asgi_router.client import Client, ClientGone
 from asgi_router.dispatcher import Dispatcher
@@ -24,6 +25,7 @@ from asgi_router.fleet.registration import RegistrationError
 from asgi_router.fleet.registry import Registry
 from asgi_router.observability.logs import log_request, requests_are_logged
 from asgi_router.observability.record import finished
+from asgi_router.peers import Peers
 from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, REMOTE_POLICIES, PolicyOptions
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     import httpx
     from anyio.abc import TaskGroup
     from starlette.applications import Starlette
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from asgi_router.observability.events import Observer
     from asgi_router.observability.metrics import RouterMetrics
@@ -97,6 +99,7 @@ class Router:
                 worker,
                 PrefixIndex(capacity, settings.prefix_ttl, clock),
                 Breaker(settings.breaker_failures, settings.breaker_cooldown, clock),
+                known_as=settings.local_url or "" if worker.is_local else "",
             )
 
         self.workers = Registry(new_state, on_change=lambda: self._admission.serve_waiting())
@@ -120,7 +123,8 @@ class Router:
 
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
-        self._dispatcher = Dispatcher(settings, self.workers, self._scheduler, self._admission, self._transport)
+        peers = Peers(settings.peer_token.get_secret_value() if settings.peer_token else None)
+        self._dispatcher = Dispatcher(settings, self.workers, self._scheduler, self._admission, self._transport, peers)
         key = settings.worker_api_key
         self._calls = WorkerCalls(self._transport, key.get_secret_value() if key else None)
         self.monitor = HealthMonitor(
@@ -145,6 +149,13 @@ class Router:
         if settings.discover_models or settings.serve_models:
             self._background.append(self.models.run)
         self._exchanges: set[Exchange] = set()
+        self._aborts = Aborts(
+            self._exchanges,
+            self.workers,
+            self._calls,
+            name_workers=settings.decision_headers,
+            on_disconnect=settings.abort_on_disconnect,
+        )
         self.observers: list[Observer] = []
         self.users = 0
         self._task_groups: dict[int, TaskGroup] = {}  # of `async with router`, by task
@@ -165,6 +176,8 @@ class Router:
         except RegistrationError as exc:
             raise SettingsError(f"ASGI_ROUTER_REGISTER_FILE: {exc}") from None
         for worker in listed:
+            if any(worker.url == known.url for known in settings.workers):
+                raise SettingsError(f"ASGI_ROUTER_REGISTER_FILE: {worker.url!r} is in ASGI_ROUTER_WORKERS, too")
             # Whether it is up nobody knows: one failed probe is enough, and the monitor begins with this one.
             self.workers.add(worker).probes_against = max(1, settings.health_failures - 1)
 
@@ -279,13 +292,13 @@ class Router:
         with anyio.move_on_after(2 * CLOSE_GRACE):
             await idle.wait()
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send, path: str) -> None:
-        """Answer one completion request: an ASGI `http` scope whose route path is `path`.
+    async def handle(self, scope: Scope, receive: Receive, send: Send, path: str, app: ASGIApp) -> None:
+        """Answer one completion request: an ASGI `http` scope whose route path is `path`. `app` is what is wrapped.
 
         Raises:
             AnswerCut: a worker failed after the answer had begun, and the answer is no event stream.
         """
-        exchange = Exchange(Client(scope, receive, send), path, self._clock)
+        exchange = Exchange(Client(scope, receive, send), path, app, self._clock)
         self._exchanges.add(exchange)
         try:
             if self._draining:
@@ -298,6 +311,17 @@ class Router:
             exchange.release()
             self._exchanges.discard(exchange)
             self._tell(exchange)
+            try:
+                await self._aborts.after(exchange)
+            finally:
+                if not self._exchanges:
+                    await self._fall_idle()
+
+    async def abort(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
+        """Answer a request to abort others, of which `app` is the worker `local`; see `Aborts`."""
+        try:
+            await self._aborts.answer(scope, receive, send, app)
+        finally:
             if not self._exchanges:
                 await self._fall_idle()
 
@@ -316,7 +340,7 @@ class Router:
         if self._idle is not None:
             self._idle.set()
             self._idle = None
-        if self._owns_transport and not self.users:
+        if self._owns_transport and not self.users and not self._aborts.busy:
             # Nobody has promised to close us: no lifespan reaches a mounted app, or a TestClient without `with`.
             with anyio.move_on_after(CLOSE_GRACE, shield=True):
                 await self._transport.aclose()

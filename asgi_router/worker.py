@@ -16,6 +16,10 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+LOCAL = "local"
+"""What stands for the wrapped app where other workers have a URL. (A host of that name is `http://local`.)"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
     """One inference worker, as its operator describes it.
@@ -29,7 +33,8 @@ class Worker:
     """
 
     url: str
-    """Base URL without a trailing slash. `http://` is assumed where the scheme is missing."""
+    """Base URL without a trailing slash. `http://` is assumed where the scheme is missing. `local` is the app that the
+    middleware wraps: a worker in this process."""
     role: Role = Role.MIXED
     models: tuple[str, ...] = ()
     """Models served here, by the name that requests use. Empty: every model."""
@@ -40,6 +45,11 @@ class Worker:
     rdma_ports: tuple[str, ...] = ()
     device_ids: tuple[str, ...] = ()
     tp_size: int | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is the wrapped app itself."""
+        return self.url == LOCAL
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", normalise_url(self.url))
@@ -62,11 +72,15 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 def normalise_url(url: str) -> str:
     """Return `url` with a scheme and a lower-case host, without a default port and without a trailing slash.
 
+    `local` stands for itself.
+
     Raises:
         ValueError: it is no http(s) URL, or has a part that a base URL can't have (user info, query, fragment).
             The message doesn't repeat it: there may be a password in the wrong place.
     """
     url = url.strip()
+    if url.lower() == LOCAL:
+        return LOCAL
     parts = _URL.fullmatch(url if "://" in url else f"http://{url}")
     if parts is None:
         raise ValueError("a worker URL must be like http://host:8000 or https://host/base, in ASCII, and no more")

@@ -13,7 +13,7 @@ from asgi_router import Worker
 from tests.instruments import asyncio_only
 from tests.instruments.asgi_client import HANG, Exchange
 from tests.instruments.cancel import cancel_natively
-from tests.routed import OTHER, WORKER, Routed, answer, completion_body
+from tests.routed import OTHER, WORKER, Routed, answer, completion_body, error_of
 from tests.scheduling.builders import Clock
 
 if TYPE_CHECKING:
@@ -313,25 +313,72 @@ async def test_a_worker_that_is_back_is_asked_again_after_a_wait() -> None:
     routed.assert_released()
 
 
-async def test_after_a_wait_every_worker_may_be_tried() -> None:
-    """A place that becomes free at the second worker, which refuses too, doesn't end it: the first one is back."""
-    refused = replace(GOOD, connect=[httpx.ConnectError("refused")])
-    gate = anyio.Event()
-    routed = Routed(
-        {WORKER: [refused, GOOD], OTHER: [replace(GOOD, head=[gate]), refused]},
-        policy="round_robin",
-        max_concurrent_per_worker=1,
-    )
+@pytest.mark.parametrize(
+    "first",
+    [replace(GOOD, connect=[httpx.ConnectError("refused")]), replace(GOOD, status=503, body=[b"busy"])],
+    ids=["refused", "busy"],
+)
+async def test_a_request_that_waits_takes_any_place(first: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned away by one worker and queued for another: it goes to the first one again if that is what is free."""
+    monkeypatch.setattr("asgi_router.admission.LOOK_EVERY", 0.01)
+    gated = Gated()
+    routed = Routed({WORKER: [first, GOOD], OTHER: gated}, policy="round_robin", max_concurrent_per_worker=1)
     routed.router.workers.drain(WORKER)
     holder, waiting = asked("holder"), asked("waiting")
     async with holder.running(routed.app):
         await routed.fleet[OTHER].received(1)
         routed.router.workers.drain(WORKER, draining=False)
-        async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
-            gate.set()
+        await waiting.run(routed.app)
+        if waiting.status == 503:  # there was no room elsewhere, so it got the worker's own word
+            assert waiting.body == b"busy"
+            await asked("later").run(routed.app)
+        gated.gates[0].set()
 
-    assert (waiting.status, routed.worker.connects, routed.fleet[OTHER].connects) == (200, 2, 2)
+    assert routed.worker.connects == 2
+    assert waiting.status == (503 if first.status == 503 else 200)
+    routed.assert_released()
+
+
+async def test_queue_timeout_counts_from_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that refuses whoever comes from the queue doesn't keep a request waiting anew each time."""
+    monkeypatch.setattr("asgi_router.admission.LOOK_EVERY", 0.01)
+    refused = replace(GOOD, connect=[httpx.ConnectError("refused")])
+    gated = Gated()
+    routed = Routed({WORKER: refused, OTHER: gated}, max_concurrent_per_worker=1, queue_timeout=0.2)
+    routed.router.workers.drain(WORKER)
+    holder, waiting = asked("holder"), asked("waiting")
+    async with holder.running(routed.app):
+        await routed.fleet[OTHER].received(1)
+        routed.router.workers.drain(WORKER, draining=False)
+        await waiting.run(routed.app)
+        gated.gates[0].set()
+    assert (waiting.status, error_of(waiting)[1]) == (503, "queue_timeout")
+    assert routed.worker.connects > 2
+    routed.assert_released()
+
+
+async def test_nobody_overtakes_the_queue_when_a_cool_down_ends() -> None:
+    """The end of a cool-down is no event, but a newcomer that finds the worker free lets the queue go first."""
+    clock = Clock()
+    gated = Gated()
+    held = Gated()
+    routed = Routed({WORKER: held, OTHER: gated}, clock=clock, max_concurrent_per_worker=1)
+    routed.router.workers.get(WORKER).breaker.open()
+    holder, first, second = asked("holder"), asked("first"), asked("second")
+    async with holder.running(routed.app):
+        await routed.fleet[OTHER].received(1)
+        async with first.running(routed.app):
+            await until(lambda: len(routed.router._admission) == 1)
+            clock.now += 10
+            async with second.running(routed.app):
+                await routed.worker.received(1)
+                assert names(routed) == ["first"]
+                held.gates[0].set()
+                gated.gates[0].set()
+                await until(lambda: len(held.gates) + len(gated.gates) == 3)
+                for gate in (*held.gates, *gated.gates):
+                    gate.set()
+    assert [exchange.status for exchange in (holder, first, second)] == [200] * 3
     routed.assert_released()
 
 

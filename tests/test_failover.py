@@ -187,6 +187,34 @@ async def test_no_worker_is_shed_alone() -> None:
     assert routed.router.stats().workers[0].breaker is BreakerState.CLOSED
 
 
+@pytest.mark.parametrize("date", ["Wed, 21 Oct 2026 07:28:00 +99999999999999", "", "nonsense"])
+async def test_the_dates_of_a_busy_worker_can_be_anything(date: str) -> None:
+    """Its answer is passed on, or replaced by another worker's, whatever its headers say."""
+    routed = first_then_second(busy(("retry-after", "Wed, 21 Oct 2026 07:28:00 GMT"), ("date", date)), GOOD)
+    assert (await ask(routed)).status == 200
+
+
+async def test_its_own_word_is_not_thrown_away_for_a_worker_that_can_not_help() -> None:
+    """A 503 with Retry-After reaches the client if the other worker is known to be dead, or is full."""
+    said = busy(("retry-after", "5"))
+    dead = first_then_second(said, replace(GOOD, connect=[httpx.ConnectError("refused")]))
+    dead.router.workers.get(OTHER).breaker.open()
+    exchange = await ask(dead)
+    assert (exchange.status, exchange.body, exchange.header("retry-after")) == (503, b"busy", [b"5"])
+
+    gate = anyio.Event()
+    full = first_then_second(said, replace(GOOD, head=[gate]), max_concurrent_per_worker=1, queue_size=0)
+    full.router.workers.drain(WORKER)
+    holder = Exchange(body=completion_body())
+    async with holder.running(full.app):
+        await full.fleet[OTHER].received(1)
+        full.router.workers.drain(WORKER, draining=False)
+        exchange = await Exchange(body=completion_body()).run(full.app)
+        assert (exchange.status, exchange.body, exchange.header("retry-after")) == (503, b"busy", [b"5"])
+        gate.set()
+    full.assert_released()
+
+
 async def test_no_one_is_asked_who_wants_to_be_left_alone() -> None:
     """A busy worker's request doesn't go to another one that has asked for time: that would only add to its load."""
     routed = first_then_second(busy(("retry-after", "60")), busy(("retry-after", "60")))
@@ -205,11 +233,15 @@ async def test_no_one_is_asked_who_wants_to_be_left_alone() -> None:
         ("soon", 0.0),
         ("", 0.0),
         ("7.5", 0.0),
-        ("99999999999999", 0.0),
+        ("99999999999999", BACK_OFF_LIMIT),
         ("3600", BACK_OFF_LIMIT),
         ("Wed, 21 Oct 2026 07:28:12 GMT", 12.0),
         ("Wed, 21 Oct 2026 07:27:00 GMT", 0.0),
-        ("Wed, 21 Oct 2026 07:28:12", 0.0),
+        ("Wed, 21 Oct 2026 07:28:12", 12.0),
+        ("Wed Oct 21 07:28:12 2026", 12.0),
+        ("Wed, 21 Oct 2026 07:28:00 +99999999999999", 0.0),
+        ("Wed, 21 Oct 99999999999 07:28:00 GMT", 0.0),
+        ("1" * 10_000, 0.0),
     ],
 )
 async def test_retry_after_forms(value: str, seconds: float) -> None:

@@ -116,8 +116,9 @@ class _Gate:
 
 def _from_a_page(scope: Scope) -> bool:
     """Tell whether a web page of another origin has made a browser ask: from inside a network that is trusted."""
-    headers = {name: value for name, value in scope["headers"] if name in (b"host", b"origin")}
-    return b"origin" in headers and headers[b"origin"].partition(b"://")[2] != headers.get(b"host")
+    hosts = {value for name, value in scope["headers"] if name == b"host"}
+    origins = {value.partition(b"://")[2] for name, value in scope["headers"] if name == b"origin"}
+    return bool(origins) and origins != hosts
 
 
 class _Admin:

@@ -13,6 +13,7 @@ import anyio
 import httpx
 
 from asgi_router.fleet.rounds import Rounds
+from asgi_router.worker import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -69,7 +70,9 @@ class HealthMonitor:
         await self._rounds.once()
 
     async def probe(self, url: str) -> bool:
-        """Tell whether the worker at `url` answers a probe in time. Nothing is noted of it."""
+        """Tell whether the worker at `url` answers a probe in time. Nothing is noted of it. The local one does."""
+        if url == LOCAL:
+            return True
         with anyio.move_on_after(self._timeout):
             return await self._answers(url)
         return False

@@ -32,10 +32,13 @@ def read_register_file(name: str, *, mode: str) -> tuple[Worker, ...]:
     if not isinstance(instances, list):
         raise RegistrationError("must have a list of `instances`")
 
-    workers = []
+    workers: list[Worker] = []
     for number, instance in enumerate(instances, start=1):
         try:
-            workers.append(read_worker(instance, mode=mode))
+            worker = read_worker(instance, mode=mode)
+            if any(worker.url == other.url for other in workers):
+                raise RegistrationError(f"{worker.url!r} is there twice")
+            workers.append(worker)
         except RegistrationError as exc:
             raise RegistrationError(f"instance {number}: {exc}") from None
     return tuple(workers)
@@ -59,6 +62,6 @@ def _parse_yaml(text: str) -> object:
 
     try:
         document: object = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except Exception:  # of some nonsense PyYAML makes a KeyError, IndexError or AttributeError
         raise RegistrationError("is not valid YAML") from None
     return document

@@ -43,7 +43,17 @@ class Breaker:
         clock: monotonic seconds.
     """
 
-    __slots__ = ("_back_off_until", "_clock", "_cooldown", "_failures", "_failures_to_open", "_opened", "_probing")
+    __slots__ = (
+        "_back_off_until",
+        "_clock",
+        "_cooldown",
+        "_entered",
+        "_entered_before_opening",
+        "_failures",
+        "_failures_to_open",
+        "_opened",
+        "_probe",
+    )
 
     def __init__(self, failures: int, cooldown: float, clock: Callable[[], float]) -> None:
         self._failures_to_open = failures
@@ -51,7 +61,9 @@ class Breaker:
         self._clock = clock
         self._failures = 0
         self._opened: float | None = None  # when
-        self._probing = False
+        self._entered = 0  # requests so far: each has a number
+        self._entered_before_opening = 0
+        self._probe = 0  # the number of the probe that is under way
         self._back_off_until = -math.inf
 
     def __repr__(self) -> str:
@@ -70,45 +82,58 @@ class Breaker:
         """Whether a request may come now."""
         if self.backing_off:
             return False
-        return self._opened is None or (not self._probing and self.state is BreakerState.HALF_OPEN)
+        return self._opened is None or (not self._probe and self.state is BreakerState.HALF_OPEN)
 
     @property
     def backing_off(self) -> bool:
         """Whether the worker has asked to be left alone, and the time is not over."""
         return self._clock() < self._back_off_until
 
-    def enter(self) -> bool:
-        """Note that a request comes; return whether it is the probe, and so has to `leave`."""
-        if self._opened is None or not self.admits:
-            return False
+    def enter(self) -> int:
+        """Note that a request comes; return its number, by which it speaks of itself later on."""
+        self._entered += 1
+        if self._opened is not None and self.admits:
+            self._probe = self._entered
+        return self._entered
 
-        self._probing = True
-        return True
+    def is_probe(self, number: int) -> bool:
+        """Tell whether a request is the probe."""
+        return self._probe == number
 
-    def leave(self) -> None:
-        """Note that the probe has ended, with or without a result."""
-        self._probing = False
+    def leave(self, number: int) -> None:
+        """Note that a request has ended, with or without a result."""
+        if self._probe == number:
+            self._probe = 0
 
     def failed(self) -> None:
         """Note a failure."""
         self._failures += 1
         if self._opened is not None or 0 < self._failures_to_open <= self._failures:
-            self._opened = self._clock()
+            self.open()
 
-    def succeeded(self) -> None:
-        """Note a whole answer, or the first byte of a good one to the probe."""
+    def succeeded(self, number: int) -> None:
+        """Note the whole answer to a request, or the first byte of a good one to the probe.
+
+        A request that came before the breaker was opened tells nothing of the worker since.
+        """
         self._failures = 0
-        self._opened = None
+        if number > self._entered_before_opening:
+            self._opened = None
+            self._probe = 0
 
     def back_off(self, seconds: float) -> None:
         """Let no request in for `seconds`, `BACK_OFF_LIMIT` at most. The longest wish counts."""
         self._back_off_until = max(self._back_off_until, self._clock() + min(seconds, BACK_OFF_LIMIT))
 
     def open(self) -> None:
-        """Open it by hand, for one cool-down."""
+        """Open it for one cool-down."""
         self._opened = self._clock()
+        self._entered_before_opening = self._entered
+        self._probe = 0
 
     def close(self) -> None:
         """Close it by hand, and ask the worker again even if it wants to be left alone."""
-        self.succeeded()
+        self._failures = 0
+        self._opened = None
+        self._probe = 0
         self._back_off_until = -math.inf

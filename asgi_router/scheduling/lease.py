@@ -33,9 +33,9 @@ class Lease:
 
     __slots__ = (
         "_blocks",
+        "_number",
         "_on_release",
         "_prefilled",
-        "_probe",
         "_released",
         "_waiting",
         "candidates",
@@ -64,7 +64,7 @@ class Lease:
         self._waiting = True
         self._prefilled = False
         self._released = False
-        self._probe = state.breaker.enter()
+        self._number = state.breaker.enter()
 
         state.requests += 1
         state.prefill_tokens += self.prefill_tokens
@@ -85,8 +85,8 @@ class Lease:
         if self._waiting:
             self._prefilled = prefilled
             self._stop_waiting()
-            if self._probe and prefilled:
-                self.state.breaker.succeeded()
+            if prefilled and self.state.breaker.is_probe(self._number):
+                self.succeeded()
 
     def release(self) -> None:
         """Give back both counters, the place in the queue and the pinned blocks."""
@@ -95,13 +95,20 @@ class Lease:
 
         self._released = True
         self._stop_waiting()
-        if self._probe:
-            self.state.breaker.leave()
+        self.state.breaker.leave(self._number)
         self.state.requests -= 1
         self.state.prefill_tokens -= self.prefill_tokens
         self.state.prefixes.unpin(self._blocks, prefilled=self._prefilled)
         if self._on_release is not None:
             self._on_release()
+
+    def succeeded(self) -> None:
+        """Note that the worker has given a whole answer, for its circuit breaker."""
+        self.state.breaker.succeeded(self._number)
+
+    def failed(self) -> None:
+        """Note that the worker has failed, for its circuit breaker."""
+        self.state.breaker.failed()
 
     def _stop_waiting(self) -> None:
         if self._waiting:

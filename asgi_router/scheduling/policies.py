@@ -1,8 +1,8 @@
 """Owns the policies: one small class each, with one method, `choose`.
 
 A policy reads counters and never writes them, never awaits, and always returns one of the workers that it was
-given. Equal workers are chosen among at random: a fixed order would send all the traffic of a quiet fleet to
-the first. To add a policy, write a class and name it in `POLICIES`.
+given. Equal workers are chosen among at random, or by the prompt's first block: a fixed order would send all the
+traffic of a quiet fleet to the first. To add a policy, write a class and name it in `POLICIES`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ class PolicyOptions:
 
 
 def lowest(
-    workers: Sequence[WorkerState], score: Callable[[WorkerState], tuple[float, ...]], rng: random.Random
+    workers: Sequence[WorkerState],
+    score: Callable[[WorkerState], tuple[float, ...]],
+    rng: random.Random,
+    prompt: Prompt | None = None,
 ) -> WorkerState:
-    """Return a worker with the lowest score; one of them at random if there are several."""
+    """Return a worker with the lowest score; if there are several the home of `prompt`, or one at random."""
     best: list[WorkerState] = []
     best_score: tuple[float, ...] = ()
     for worker in workers:
@@ -55,7 +58,9 @@ def lowest(
         elif worker_score == best_score:
             best.append(worker)
 
-    return best[0] if len(best) == 1 else rng.choice(best)
+    if len(best) == 1:
+        return best[0]
+    return (prompt and prompt.home(best)) or rng.choice(best)
 
 
 class PrefillCost:
@@ -83,7 +88,7 @@ class PrefillCost:
             work = worker.pending_prefill_tokens + miss_weight * uncached_tokens(worker)
             return work * (worker.requests + batch_offset), worker.requests
 
-        return lowest(workers, score, self._rng)
+        return lowest(workers, score, self._rng, prompt)
 
 
 class CacheAware:

@@ -15,6 +15,7 @@ flat table of hashes answers the longest match without a tree. The rules:
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,11 @@ def block_hashes(
         hashes.append(chain)
 
     return tuple(hashes)
+
+
+def stable_hash(data: bytes) -> int:
+    """Return 64 bits that are the same in every process, unlike the hashes of blocks."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest())
 
 
 class PrefixIndex:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asgi_router.prefix_key import BYTES_PER_TOKEN
-from asgi_router.scheduling.prefix_index import block_hashes
+from asgi_router.scheduling.prefix_index import block_hashes, stable_hash
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from asgi_router.extraction import CompletionRequest
     from asgi_router.scheduling.state import WorkerState
+
+
+_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: spreads a difference in any bit over the high ones
+_MASK = 2**64 - 1
 
 
 class Prompt:
@@ -21,7 +27,7 @@ class Prompt:
         reason: why its worker was chosen, in a word; a policy may say more than its own name here.
     """
 
-    __slots__ = ("_block_tokens", "_matchable", "blocks", "reason", "tokens")
+    __slots__ = ("_block_tokens", "_head", "_matchable", "blocks", "reason", "tokens")
 
     def __init__(self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None) -> None:
         key = request.prefix_key
@@ -31,6 +37,19 @@ class Prompt:
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
         self._matchable = max(0, len(key) - 1) // block_bytes
         self._block_tokens = block_bytes / BYTES_PER_TOKEN
+        self._head = request.model.encode("utf-8", "replace") + key[:block_bytes] if self.blocks else b""
+
+    def home(self, workers: Sequence[WorkerState]) -> WorkerState | None:
+        """Return the one of `workers` that every router would choose for prompts that begin like this one.
+
+        Rendezvous hashing (Thaler and Ravishankar 1996) of the first block: it needs no word between the routers,
+        and a worker that joins or leaves moves no other's prompts. None for a prompt without a whole block.
+        """
+        if not self._head:
+            return None
+
+        head = stable_hash(self._head)
+        return max(workers, key=lambda worker: (head ^ worker.identity) * _MIX & _MASK)
 
     def hit_ratio(self, state: WorkerState) -> float:
         """Return the share of the prompt's blocks that the worker holds, 0 to 1; 0 for a prompt without any."""

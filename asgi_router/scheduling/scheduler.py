@@ -76,7 +76,7 @@ class Scheduler:
         # A worker with an open circuit breaker is passed over, unless there are no others: any try beats none.
         candidates = [worker for worker in able if worker.breaker.admits] or able
         if self._max_concurrent is not None:
-            candidates = [worker for worker in candidates if worker.requests < self._max_concurrent]
+            candidates = [worker for worker in candidates if self.has_room(worker)]
             if not candidates:
                 raise AllBusy("All workers are busy.")
 
@@ -90,6 +90,16 @@ class Scheduler:
             worker = self._policy.choose(candidates, prompt)
         self._pin(request, worker)
         return Lease(worker, prompt, self._on_release, reason=prompt.reason, candidates=len(candidates))
+
+    def place(self, worker: WorkerState, request: CompletionRequest, reason: str) -> Lease:
+        """Return a lease on a worker that was chosen elsewhere, however busy it is."""
+        prompt = Prompt(request, self._block_bytes, self._max_blocks)
+        self._pin(request, worker)
+        return Lease(worker, prompt, self._on_release, reason=reason)
+
+    def has_room(self, worker: WorkerState) -> bool:
+        """Tell whether a worker has fewer requests in flight than it may have."""
+        return self._max_concurrent is None or worker.requests < self._max_concurrent
 
     def _pinned(self, request: CompletionRequest, candidates: Collection[WorkerState]) -> WorkerState | None:
         if self._sessions is None or not request.session_id:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from asgi_router.scheduling.breaker import BreakerState
+from asgi_router.scheduling.prefix_index import stable_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,12 +42,21 @@ class WorkerState:
     """False: it failed its health probes, and gets no new requests."""
     draining: bool = False
     """True: it gets no new requests; those in flight go on."""
+    known_as: str = ""
+    """What all routers of a fleet call this worker. Default: its URL."""
     probes_against: int = 0
     """Health probes in a row that say the opposite of `healthy`."""
     discovered: Mapping[str, bytes] | None = None
     """Models that it says it serves, and what it says of each (JSON). None: nothing is known."""
     remote: RemoteLoad | None = None
     """What it said of its load last, fresh or stale. None: nothing."""
+
+    identity: int = field(init=False)
+    """64 bits that stand for `known_as` in every process."""
+
+    def __post_init__(self) -> None:
+        self.known_as = self.known_as or self.worker.url
+        self.identity = stable_hash(self.known_as.encode())
 
     def serves(self, model: str) -> bool:
         """Tell whether a request for `model` may come here; one that names none may come to any worker."""

@@ -104,6 +104,8 @@ async def relay(
         exchange.allow(send_timeout, gone)
         await client.end(chunk)
     finally:
+        # Closing may take its time. Whatever comes now, the worker is done with this request.
+        lease.release()
         await close_response(response, chunks)
 
 

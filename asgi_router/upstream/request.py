@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import httpx
+from anyio.lowlevel import checkpoint
 
 from asgi_router.errors import InvalidRequest
 from asgi_router.headers import request_headers
 
 if TYPE_CHECKING:
-    from starlette.types import Scope
+    from asgi_router.exchange import Exchange
+    from asgi_router.headers import RawHeaders
 
 
 def upstream_request(
-    scope: Scope, url: str, body: bytes, *, request_id: str, connect_timeout: float, write_timeout: float | None
+    exchange: Exchange, url: str, *, own_headers: RawHeaders, connect_timeout: float, write_timeout: float | None
 ) -> httpx.Request:
-    """Return the request of the ASGI `scope` for the worker's `url`, with the client's query string.
+    """Return the request of `exchange` for the worker's `url`, with the client's query string.
 
-    It has an `x-request-id`: the client's own, or else `request_id`.
-
-    Reading has no time-out here: the exchange's own deadline knows a first byte from a pause.
+    It has an `x-request-id`: the client's own, or else the one that was made for it. Reading has no time-out here:
+    the exchange's own deadline knows a first byte from a pause.
 
     Raises:
         InvalidRequest: the query string can't stand in a URL.
     """
+    scope = exchange.client.scope
     target = httpx.URL(url)
     try:
         if query := scope.get("query_string"):
@@ -33,7 +35,35 @@ def upstream_request(
         raise InvalidRequest("The request's query string can't be forwarded.") from exc
 
     timeouts = {"connect": connect_timeout, "write": write_timeout, "read": None, "pool": None}
-    headers = request_headers(scope)
+    length = str(len(exchange.body)).encode()
+    headers = [(b"host", target.netloc), *request_headers(scope), *own_headers, (b"content-length", length)]
     if not any(name == b"x-request-id" for name, _ in headers):
-        headers.append((b"x-request-id", request_id.encode()))
-    return httpx.Request("POST", target, headers=headers, content=body, extensions={"timeout": timeouts})
+        headers.append((b"x-request-id", exchange.ids.request_id.encode()))
+    return httpx.Request("POST", target, headers=headers, stream=_Body(exchange), extensions={"timeout": timeouts})
+
+
+class _Body(httpx.AsyncByteStream):
+    """The body that the exchange holds, and no longer than that: transports keep the request until the answer's end."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def __aiter__(self) -> _Chunk:
+        return _Chunk(self._exchange.body)
+
+
+class _Chunk:
+    """An iterator over one chunk. No async generator: one that is left half-way is finalised whenever, in any task."""
+
+    def __init__(self, chunk: bytes) -> None:
+        self._chunk = chunk
+
+    async def __anext__(self) -> bytes:
+        await checkpoint()
+        chunk, self._chunk = self._chunk, b""
+        if not chunk:
+            raise StopAsyncIteration
+        return chunk
+
+    def __aiter__(self) -> _Chunk:
+        return self

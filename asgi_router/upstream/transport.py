@@ -7,7 +7,7 @@ jar for all callers, add headers of its own and log every request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import httpx
 from anyio import current_time
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 STALE_WITHIN = 1.0
 """Seconds within which a connection that was closed while it was idle shows it. A later break is no such race."""
+
+
+class Progress(Protocol):
+    """Is told how far a request is."""
+
+    def __call__(self, *, sending: bool) -> None: ...
 
 
 class PooledTransport(httpx.AsyncBaseTransport):
@@ -64,11 +70,18 @@ class PooledTransport(httpx.AsyncBaseTransport):
         return httpx.AsyncHTTPTransport(verify=self._ssl_context, limits=limits, trust_env=False, retries=0)
 
 
-async def open_response(transport: httpx.AsyncBaseTransport, request: httpx.Request) -> httpx.Response:
+async def open_response(
+    transport: httpx.AsyncBaseTransport, request: httpx.Request, progress: Progress = lambda *, sending: None
+) -> httpx.Response:
     """Send `request` and return the worker's response as soon as its head is there.
 
     A request that meets a keep-alive connection which the worker has closed meanwhile is sent once more, on
     another connection. That is the only repetition: on a new connection the worker may have begun to work.
+
+    Args:
+        transport: how it is sent.
+        request: what is sent.
+        progress: told when connecting and when sending begins, by a transport that knows httpcore's trace extension.
 
     Raises:
         WorkerUnreachable: no connection; the worker has seen nothing.
@@ -76,7 +89,7 @@ async def open_response(transport: httpx.AsyncBaseTransport, request: httpx.Requ
         WorkerError: the connection broke, or what came is not HTTP.
         InvalidRequest: the client's headers can't be sent.
     """
-    trace = _ConnectionTrace()
+    trace = _ConnectionTrace(progress)
     request.extensions["trace"] = trace
     began = current_time()
     try:
@@ -121,7 +134,8 @@ class _ConnectionTrace:
     A transport that knows nothing of the extension leaves `reused_connection` False, and nothing is repeated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._connected = False
         self._sent = False
 
@@ -132,5 +146,8 @@ class _ConnectionTrace:
     async def __call__(self, event: str, info: Mapping[str, object]) -> None:
         if event.startswith("connection.connect_"):
             self._connected = True
+            if event.endswith(".started"):
+                self._progress(sending=False)
         elif event == "http11.send_request_headers.started":
             self._sent = True
+            self._progress(sending=True)

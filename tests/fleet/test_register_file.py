@@ -65,6 +65,9 @@ def test_yaml_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("instances: [", "is not valid YAML"),
         ("a: &a [*a", "is not valid YAML"),
         ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("instances: !!bool x", "is not valid YAML"),
+        ('instances: !!int ""', "is not valid YAML"),
+        ("instances: !!timestamp x", "is not valid YAML"),
         ("", "must have a list of `instances`"),
         ("instances: 7", "must have a list of `instances`"),
         ("- role: mixed", "must have a list of `instances`"),
@@ -73,6 +76,7 @@ def test_yaml_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "instances:\n - {role: mixed, host_ip: a, port: 1}\n - {role: mixd, host_ip: b, port: 1}",
             "instance 2: invalid InstanceInfo format: role must be",
         ),
+        (instances("a", "b", "A"), "instance 3: 'http://a:8000' is there twice"),
         ("instances: [{role: prefill, host_ip: a, port: 1}]", "instance 1: only MIXED instances are allowed"),
     ],
 )
@@ -82,6 +86,13 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(SettingsError) as caught:
         Router(settings)
     assert str(caught.value).startswith(f"ASGI_ROUTER_REGISTER_FILE: {reason}")
+
+
+def test_a_worker_is_described_once(tmp_path: Path) -> None:
+    """One that is in WORKERS, too, would have two descriptions, and one of them would be lost."""
+    name = written(tmp_path, instances("w1"), "workers.json")
+    with pytest.raises(SettingsError, match="'http://w1:8000' is in ASGI_ROUTER_WORKERS, too"):
+        Router(RouterSettings(workers=["w1:8000"], register_file=name))
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -188,13 +188,13 @@ class FakeWorker:
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         """Play the script of this request."""
+        body = await request.aread()  # here, so that the script may depend on it
         script = self._script_for(request)
         self.connects += 1
         self.changes.tell()
         await anyio.lowlevel.checkpoint()
         for step in script.connect:
             await perform(step)
-        body = await request.aread()
         timeout: dict[str, float | None] = dict(request.extensions.get("timeout", {}))
         call = Call(request.method, str(request.url), list(request.headers.raw), body, timeout)
         self.calls.append(call)

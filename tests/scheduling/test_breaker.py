@@ -31,7 +31,7 @@ def test_failures_in_a_row_open_it() -> None:
     for _ in range(5):
         breaker.failed()
         breaker.failed()
-        breaker.succeeded()
+        breaker.succeeded(breaker.enter())
     assert (breaker.state, breaker.admits) == (BreakerState.CLOSED, True)
 
     breaker.failed()
@@ -57,9 +57,9 @@ def test_after_the_cooldown_one_probe_is_let_in() -> None:
     assert not breaker.admits
     clock.now += 1
     assert (breaker.state, breaker.admits) == (BreakerState.HALF_OPEN, True)
-    assert breaker.enter()
-    assert not breaker.admits
-    assert not breaker.enter()
+    probe = breaker.enter()
+    assert [breaker.is_probe(probe), breaker.admits] == [True, False]
+    assert not breaker.is_probe(breaker.enter())
 
 
 def test_probe_succeeds() -> None:
@@ -67,9 +67,9 @@ def test_probe_succeeds() -> None:
     clock = Clock()
     breaker = opened(clock)
     clock.now += COOLDOWN
-    breaker.enter()
-    breaker.succeeded()
-    breaker.leave()
+    probe = breaker.enter()
+    breaker.succeeded(probe)
+    breaker.leave(probe)
     assert (breaker.state, breaker.admits) == (BreakerState.CLOSED, True)
     breaker.failed()
     assert breaker.admits
@@ -80,9 +80,9 @@ def test_probe_fails() -> None:
     clock = Clock()
     breaker = opened(clock)
     clock.now += COOLDOWN
-    breaker.enter()
+    probe = breaker.enter()
     breaker.failed()
-    breaker.leave()
+    breaker.leave(probe)
     assert breaker.state is BreakerState.OPEN
     clock.now += COOLDOWN
     assert breaker.admits
@@ -93,8 +93,7 @@ def test_probe_that_ends_without_a_result_makes_room_for_the_next() -> None:
     clock = Clock()
     breaker = opened(clock)
     clock.now += COOLDOWN
-    breaker.enter()
-    breaker.leave()
+    breaker.leave(breaker.enter())
     assert (breaker.state, breaker.admits) == (BreakerState.HALF_OPEN, True)
 
 
@@ -153,7 +152,7 @@ def test_backing_off_apart_from_the_breaker() -> None:
     breaker.back_off(5)
     breaker.back_off(2)
     assert [breaker.state, breaker.admits, breaker.backing_off] == [BreakerState.CLOSED, False, True]
-    breaker.succeeded()
+    breaker.succeeded(breaker.enter())
     assert [breaker.admits, breaker.backing_off] == [False, True]
     clock.now += 5
     assert [breaker.admits, breaker.backing_off] == [True, False]
@@ -171,3 +170,31 @@ def test_half_open_probe_waits_for_the_end_of_a_back_off() -> None:
     assert (breaker.state, breaker.admits) == (BreakerState.HALF_OPEN, False)
     clock.now += 5
     assert breaker.enter()
+
+
+def test_an_answer_from_before_does_not_close_it() -> None:
+    """What began before the breaker opened, by failures or by hand, says nothing of the worker since."""
+    clock = Clock()
+    breaker = new_breaker(clock)
+    old = breaker.enter()
+    breaker.open()
+    breaker.succeeded(old)
+    assert not breaker.admits
+    breaker.succeeded(breaker.enter())  # one that was let in although it is open, as there was no other worker
+    assert breaker.admits
+
+
+def test_a_probe_that_lives_on_does_not_keep_the_next_one_out() -> None:
+    """The probe of an earlier opening may stream for an hour: a later opening has a probe of its own."""
+    clock = Clock()
+    breaker = opened(clock)
+    clock.now += COOLDOWN
+    first = breaker.enter()
+    breaker.succeeded(first)
+    for _ in range(3):
+        breaker.failed()
+    clock.now += COOLDOWN
+    assert breaker.admits
+    second = breaker.enter()
+    breaker.leave(first)
+    assert [breaker.is_probe(second), breaker.admits] == [True, False]

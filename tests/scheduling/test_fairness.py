@@ -11,6 +11,7 @@ import pytest
 
 from asgi_router.extraction import extract
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
+from asgi_router.scheduling.prompt import Prompt
 from asgi_router.scheduling.scheduler import Scheduler
 from tests.scheduling.builders import BLOCK_BYTES, fleet, prompt, request, warm
 
@@ -43,11 +44,35 @@ def test_ties_are_fair(name: str) -> None:
     """Equal workers are chosen alike: chi-square with 4 degrees of freedom stays under its 99.9 % bound, 18.47."""
     states = fleet("abcde")
     policy = POLICIES[name](PolicyOptions(), random.Random(7))
-    choices = [policy.choose(states, prompt("ABCD")) for _ in range(5_000)]
+    prompts = [Prompt(request(f"{number:<999}"), BLOCK_BYTES) for number in range(5_000)]
+    choices = [policy.choose(states, any_prompt) for any_prompt in prompts]
     assert sum((choices.count(state) - 1_000) ** 2 / 1_000 for state in states) < 18.47
 
 
-@pytest.mark.parametrize("name", ["cache_aware", "prefill_cost"])
+def test_every_router_chooses_alike() -> None:
+    """By default a prompt has one home among equal workers, in any order and process, whatever comes after its head.
+
+    The numbers are those of another process: the interpreter's hashes would differ.
+    """
+    states = fleet("abcde")
+    policy = POLICIES["prefill_cost"](PolicyOptions(), random.Random())
+    homes = [policy.choose(states, prompt(blocks)).worker.url for blocks in ("ABCD", "AXYZ", "BCDE", "CDEF")]
+    assert homes == [policy.choose(states[::-1], prompt(blocks)).worker.url for blocks in ("A", "AZ", "B", "C")]
+    assert homes == ["http://a", "http://a", "http://d", "http://c"]
+
+
+def test_a_worker_that_leaves_moves_no_others_prompts() -> None:
+    """Only the prompts whose home it was go elsewhere."""
+    states = fleet("abcde")
+    policy = POLICIES["prefill_cost"](PolicyOptions(), random.Random())
+    prompts = [Prompt(request(f"{number:<999}"), BLOCK_BYTES) for number in range(200)]
+    before = [policy.choose(states, any_prompt) for any_prompt in prompts]
+    after = [policy.choose(states[1:], any_prompt) for any_prompt in prompts]
+    assert all(new is old for old, new in zip(before, after, strict=True) if old is not states[0])
+    assert {after[at] for at, old in enumerate(before) if old is states[0]} == set(states[1:])
+
+
+@pytest.mark.parametrize("name", ["cache_aware"])
 def test_ties_among_holders_are_fair(name: str) -> None:
     """Workers that hold equally much of a prompt share it, and those that hold less get none of it."""
     states = fleet("abcde")

@@ -198,8 +198,11 @@ PrefillLoad = tuple[int, int, int]
     ],
 )
 def test_prefill_cost_by_hand(loads: list[PrefillLoad], expected: set[int]) -> None:
-    """(pending + 2 * uncached) * (requests + 4), lowest wins, then fewer requests, then any."""
-    assert chosen(policy("prefill_cost"), prefill_fleet(loads), prompt("ABCD")) == expected
+    """(pending + 2 * uncached) * (requests + 4), lowest wins, then fewer requests, then the prompt's home: any."""
+    fleets = [prefill_fleet(loads, prefix) for prefix in "abcdefghijklmnopqrst"]
+    choices = [chosen(policy("prefill_cost"), workers, prompt("ABCD")) for workers in fleets]
+    assert set.union(*choices) == expected
+    assert all(len(choice) == 1 for choice in choices)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +229,11 @@ def test_prefill_cost_counts_one_uncached_token_at_least() -> None:
     assert chosen(policy("prefill_cost"), workers, covered) == {1}
 
 
-def prefill_fleet(loads: list[PrefillLoad]) -> list[WorkerState]:
+def prefill_fleet(loads: list[PrefillLoad], prefix: str = "w") -> list[WorkerState]:
     """Return a worker for each load."""
     workers = []
     for at, (pending, blocks, requests) in enumerate(loads):
-        workers.append(worker(f"w{at}", requests=requests, pending_prefill_tokens=pending))
+        workers.append(worker(f"{prefix}{at}", requests=requests, pending_prefill_tokens=pending))
         warm(workers[-1], "ABCD"[:blocks])
 
     return workers

@@ -183,6 +183,7 @@ def test_the_scheduling_package_can_not_wait() -> None:
         "collections",
         "dataclasses",
         "enum",
+        "hashlib",
         "itertools",
         "math",
         "typing",
