@@ -38,14 +38,12 @@ class Engine:
         self.scopes: list[Scope] = []
         self.bodies: list[bytes] = []
         self.after: list[Message] = []
-        self.called = anyio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
         message = await receive()
         self.bodies.append(message["body"])
         assert not message["more_body"]
-        self.called.set()
         for step in self.steps:
             if isinstance(step, Exception):
                 raise step
@@ -144,9 +142,10 @@ async def test_a_worker_that_refuses_is_replaced_by_the_app() -> None:
 @pytest.mark.parametrize("position", range(4))
 async def test_the_client_leaves(position: int) -> None:
     """The app is cancelled wherever it is, and the lease is back."""
-    cancelled = anyio.Event()
+    hanging, cancelled = anyio.Event(), anyio.Event()
 
     async def hang() -> None:
+        hanging.set()
         try:
             await anyio.sleep_forever()
         finally:
@@ -157,7 +156,7 @@ async def test_the_client_leaves(position: int) -> None:
     local = Local(engine)
     exchange = Exchange(body=completion_body())
     async with exchange.running(local.app):
-        await engine.called.wait()
+        await hanging.wait()
         exchange.disconnect()
     assert cancelled.is_set()
     assert local.events[0].outcome == "client_gone"
