@@ -146,7 +146,7 @@ def test_any_try_is_better_than_none() -> None:
 
 
 def test_backing_off_apart_from_the_breaker() -> None:
-    """The longest wish of the worker counts (litellm#40130), up to a minute; it neither opens nor closes the breaker."""
+    """The longest wish counts (litellm#40130), up to a minute; it neither opens nor closes the breaker."""
     clock = Clock()
     breaker = new_breaker(clock)
     breaker.back_off(5)
