@@ -15,18 +15,13 @@ from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
 from asgi_router import Router, RouterMiddleware, RouterSettings, Worker
-from example_app.__main__ import worker_command
-from example_app.worker_processes import free_ports, running, wait_until_healthy
-from tests.instruments import asyncio_only
 from tests.instruments.asgi_client import HANG, Exchange
 from tests.instruments.fake_worker import FakeFleet, Script
-from tests.instruments.servers import run_uvicorn, run_uvicorn_in_thread
+from tests.instruments.servers import run_uvicorn_in_thread
 from tests.routed import OTHER, WORKER, completion_body
 from tests.scheduling.builders import Clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from starlette.requests import Request
 
 pytestmark = pytest.mark.anyio
@@ -271,37 +266,3 @@ def test_the_openai_client_reads_it() -> None:
         assert client.models.retrieve("given").owned_by == "asgi-router"
         with pytest.raises(openai.NotFoundError, match="No worker serves this model"):
             client.models.retrieve("none")
-
-
-@pytest.fixture(scope="module")
-def llama() -> Iterator[str]:
-    """A real llama.cpp worker."""
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    command = [*worker_command(simulated=False), "--host", "127.0.0.1", "--port", str(port)]
-    with running([command]) as (process,):
-        wait_until_healthy(process, url, timeout=30)
-        yield url
-
-
-@asyncio_only
-async def test_a_real_worker_is_discovered(llama: str) -> None:
-    """llama.cpp's own list decides where requests go, and is passed on; nothing is left of the connections."""
-    settings = RouterSettings(workers=[llama], serve_models=True, health_interval=0)
-    router = Router(settings)
-    async with run_uvicorn(RouterMiddleware(Starlette(), router=router)) as engine:
-        front = Router(RouterSettings(workers=[engine.url], discover_models=True, health_interval=0))
-        await router.models.ask()
-        await front.models.ask()
-        for asked in (router, front):  # the second one asks the first: routers in a row
-            (state,) = asked.workers
-            assert state.discovered is not None
-            said = json.loads(state.discovered["tiny"])
-            assert (said["id"], said["owned_by"]) == ("tiny", "llamacpp")
-            assert (state.serves("tiny"), state.serves("gpt-4")) == (True, False)
-
-        app = RouterMiddleware(Starlette(), router=front)
-        served = await Exchange(body=completion_body("Hi", model="tiny", max_tokens=1)).run(app, timeout=20)
-        refused = await Exchange(body=completion_body("Hi", model="gpt-4")).run(app)
-        assert (served.status, refused.status) == (200, 404)
-        await front.aclose()
