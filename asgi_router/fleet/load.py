@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.upstream.calls import WorkerAnswer, WorkerCalls
-    from asgi_router.worker import Worker
 
 logger = logging.getLogger("asgi_router")
 
@@ -69,7 +68,7 @@ class LoadMonitor:
     async def _ask(self, state: WorkerState) -> None:
         asked, own_requests = self._clock(), state.requests
         # A lost question is asked again before the last answer is stale.
-        answer = await self._calls.call("GET", load_url(state.worker, self._path), timeout=self._max_age / 2)
+        answer = await self._calls.call("GET", load_url(state, self._path), timeout=self._max_age / 2)
         said = read_load(answer.body) if answer and answer.status == 200 else None
         if said is None:
             self._note_silence(state, answer)
@@ -96,8 +95,11 @@ class LoadMonitor:
             logger.warning("%s: doesn't say how busy it is (%s); own counts are used", state.worker.url, what)
 
 
-def load_url(worker: Worker, path: str) -> str:
-    """Return where a worker's metrics are: below its URL, or on the same host's `metrics_port`."""
-    if worker.metrics_port is None:
-        return worker.url + path
-    return str(httpx.URL(worker.url).copy_with(port=worker.metrics_port, path=path))
+def load_url(state: WorkerState, path: str) -> str:
+    """Return where a worker's metrics are: below its URL, or on the same host's `metrics_port`.
+
+    `local` is asked at `LOCAL_URL`, as its peers ask it.
+    """
+    if state.worker.metrics_port is None:
+        return state.known_as + path
+    return str(httpx.URL(state.known_as).copy_with(port=state.worker.metrics_port, path=path))
