@@ -217,6 +217,72 @@ MUTANTS = [
         ["tests/fleet/test_breaker_in_service.py"],
     ),
     Mutant(
+        "abort-as-a-failure",
+        "a request that somebody aborted counts as its worker's failure",
+        "dispatcher.py",
+        "if isinstance(error, WorkerError) and exchange.lease:",
+        "if not isinstance(error, InvalidRequest) and exchange.lease:",
+        ["tests/abort/test_abort.py"],
+    ),
+    Mutant(
+        "told-before-the-release",
+        "a worker is told that a client has left while the request still counts",
+        "router.py",
+        """            exchange.release()
+            self._exchanges.discard(exchange)
+            self._tell(exchange)
+            try:
+                await self._aborts.after(exchange)
+            finally:
+""",
+        """            await self._aborts.after(exchange)
+            exchange.release()
+            self._exchanges.discard(exchange)
+            self._tell(exchange)
+            if True:
+""",
+        ["tests/abort/test_on_disconnect.py"],
+    ),
+    Mutant(
+        "drain-not-woken",
+        "a native cancellation while a worker is told leaves a drain waiting",
+        "router.py",
+        """            try:
+                await self._aborts.after(exchange)
+            finally:
+                if not self._exchanges:
+""",
+        """            await self._aborts.after(exchange)
+            if True:
+                if not self._exchanges:
+""",
+        ["tests/abort/test_on_disconnect.py"],
+    ),
+    Mutant(
+        "pool-closed-under-an-abort",
+        "the request that an abort ends closes the connections on which workers are being told",
+        "router.py",
+        "and not self.users and not self._aborts.busy:",
+        "and not self.users:",
+        ["tests/abort/test_wire.py"],
+    ),
+    Mutant(
+        "abort-passed-on-and-on",
+        "routers that are each other's workers pass an abort on for ever",
+        "abort.py",
+        "passed_on = bool(header(headers, PASSED_ON.encode()))",
+        "passed_on = False",
+        ["tests/abort/test_fan_out.py"],
+    ),
+    Mutant(
+        "over-and-aborted",
+        "a worker is told to abort what it has finished",
+        "abort.py",
+        "        return not exchange.client.finished  # else",
+        "        return True  # else",
+        ["tests/abort/test_on_disconnect.py"],
+    ),
+    Mutant(
         "connection-listed-headers",
         "headers that Connection lists are passed on",
         "headers.py",
