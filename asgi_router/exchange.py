@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -131,7 +130,7 @@ class Exchange:
         """Let the prompt go: a worker has it, and an answer may take minutes to write."""
         self.body = b""
         if self.request is not None:
-            self.request = replace(self.request, message="", prefix_key=b"")
+            self.request = self.request.without_text()
 
     def release(self) -> None:
         """Release the lease, if there is one. Synchronous and idempotent, as the lease's own release."""

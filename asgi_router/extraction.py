@@ -7,10 +7,13 @@ How the prompt becomes a key for the prefix index is in `prefix_key.py`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asgi_router.errors import InvalidRequest
 from asgi_router.prefix_key import chat_key, prompt_key, text_tokens
+
+LONG = 1024
+"""Characters above which a model's, a session's or a request's name is no name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,17 @@ class CompletionRequest:
     """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
     request_id: str = ""
     """The body's `request_id`, by which FastDeploy knows the request; empty if it has none that is a string."""
+
+    def without_text(self) -> CompletionRequest:
+        """Return what is still of use when the answer has begun. Names that are too long to be shown go, too."""
+        return replace(
+            self,
+            message="",
+            prefix_key=b"",
+            model=self.model if len(self.model) <= LONG else "",
+            session_id=self.session_id if len(self.session_id) <= LONG else "",
+            request_id="",
+        )
 
 
 def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionRequest:

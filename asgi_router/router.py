@@ -158,7 +158,7 @@ class Router:
         )
         self.observers: list[Observer] = []
         self.users = 0
-        self._task_groups: dict[int, TaskGroup] = {}  # of `async with router`, by task
+        self._task_groups: dict[int, list[TaskGroup]] = {}  # of `async with router`, by task
         self._draining = False
         self._idle: anyio.Event | None = None
         if settings.metrics_path is not None:
@@ -235,14 +235,17 @@ class Router:
         tasks = anyio.create_task_group()
         await tasks.__aenter__()
         tasks.start_soon(self.watch)
-        self._task_groups[anyio.get_current_task().id] = tasks
+        self._task_groups.setdefault(anyio.get_current_task().id, []).append(tasks)
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # Without the exception: it goes on as it is, and not in a group.
-        tasks = self._task_groups.pop(anyio.get_current_task().id)
+        me = anyio.get_current_task().id
+        tasks = self._task_groups[me].pop()
+        if not self._task_groups[me]:
+            del self._task_groups[me]
         tasks.cancel_scope.cancel()
         try:
             await tasks.__aexit__(None, None, None)

@@ -103,6 +103,13 @@ def _header_name(value: str | None) -> str | None:
     return value and value.strip().lower()
 
 
+def _session_header(value: str | None) -> str | None:
+    name = _header_name(value)
+    if name in ("authorization", "cookie", "proxy-authorization"):
+        raise ValueError("must be no header with a secret in it: sessions are shown in logs")
+    return name
+
+
 def _token(value: object) -> object:
     text = _none(value.get_secret_value() if isinstance(value, SecretStr) else value)
     if text is None:
@@ -189,6 +196,7 @@ PolicyName = Annotated[str, AfterValidator(_one_of("policy", POLICIES))]
 ModeName = Annotated[str, AfterValidator(_one_of("mode", MODES, _MODES_LATER, "disaggregated mode"))]
 AdminPrefix = Annotated[str | None, AfterValidator(_prefix), BeforeValidator(_none)]
 FileName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none)]
+SessionHeader = Annotated[str | None, AfterValidator(_session_header), BeforeValidator(_none)]
 HeaderName = Annotated[str | None, AfterValidator(_header_name), BeforeValidator(_none)]
 OptionalPath = Annotated[str | None, AfterValidator(_optional_path), BeforeValidator(_none)]
 WorkerUrl = Annotated[str | None, AfterValidator(_worker_url), BeforeValidator(_none)]

@@ -25,6 +25,7 @@ from asgi_router.setting_types import (
     PositiveInt,
     Rules,
     Secret,
+    SessionHeader,
     Share,
     UrlPath,
     Workers,
@@ -115,7 +116,7 @@ class RouterSettings(BaseSettings):
     discover_models: bool = Field(False, description="Whether workers are asked which models they serve.")
     serve_models: bool = Field(False, description="Whether GET /v1/models is answered with all workers' models.")
     models_interval: Positive = Field(30.0, description="Seconds between two such questions.")
-    session_header: HeaderName = Field(None, description="Request header that names a session, beside session_id.")
+    session_header: SessionHeader = Field(None, description="Request header that names a session, beside session_id.")
     session_ttl: NotNegative = Field(1800.0, description="Seconds that a session stays with its worker; 0: not at all.")
     abort_path: OptionalPath = Field("/v1/abort_requests", description="Path at which requests are aborted, or none.")
     abort_on_disconnect: bool = Field(False, description="Whether a worker is told when a client has left.")

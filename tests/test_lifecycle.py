@@ -228,3 +228,15 @@ async def test_two_routers_do_not_meet() -> None:
             await anyio.lowlevel.checkpoint()
         assert sum(worker.requests for worker in twin.stats().workers) == 0
         gate.set()
+
+
+async def test_entered_twice_by_one_task() -> None:
+    """The inner block's end leaves the router open for the outer one."""
+    routed = Routed(answer("json"))
+    async with routed.router as router:
+        async with router:
+            assert router.users == 2
+        assert (router.users, routed.fleet.close_calls) == (1, 0)
+        exchange = await Exchange(body=completion_body()).run(routed.app)
+        assert exchange.status == 200
+    assert routed.fleet.close_calls == 1

@@ -426,3 +426,9 @@ def test_value_outside_its_range_is_refused_and_shown(field: str, value: object)
 def test_numbers_beyond_measure_are_refused(field: str, value: object) -> None:
     """A number too big to convert or to print is refused like any other, and isn't repeated."""
     assert len(refusal(field, value)) < 120
+
+
+@pytest.mark.parametrize("name", ["Authorization", "cookie", "proxy-authorization"])
+def test_a_session_is_not_named_by_a_secret(name: str) -> None:
+    """What names a session is shown in logs."""
+    assert "no header with a secret" in refusal("session_header", name)

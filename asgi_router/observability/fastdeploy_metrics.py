@@ -61,7 +61,7 @@ class FastDeployMetrics:
         )
         for url, role, totals in tally.by_worker():
             by_status: Counter[int] = Counter()
-            for (status, _), count in list(totals.requests.items()):
+            for (status, _), count in list(totals.finished.items()):
                 by_status[status] += count
             workers = [url if role == column else "" for column in (Role.MIXED, Role.PREFILL, Role.DECODE)]
             for status, count in sorted(by_status.items()):

@@ -137,7 +137,7 @@ class RouterMetrics:
         )
         counters = {name: CounterMetricFamily(PREFIX + name, text, labels=WORKER) for name, text in TOTALS.items()}
         for url, role, totals in self._tally.by_worker():
-            for (status, outcome), count in sorted(totals.requests.items()):
+            for (status, outcome), count in sorted(totals.finished.items()):
                 requests.add_metric([url, role, str(status), outcome], count)
             for name, counter in counters.items():
                 if (value := getattr(totals, name)) is not None:

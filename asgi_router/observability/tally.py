@@ -75,7 +75,7 @@ class Totals:
     """What the requests of one worker add up to.
 
     Attributes:
-        requests: how many, by status and outcome.
+        finished: how many, by status and outcome.
         prompt_tokens, predicted_cached_tokens: of these requests, estimated.
         reported_prompt_tokens, reported_cached_tokens: of those whose answer says so; None until one does.
         first_byte, duration: see `RequestFinished`.
@@ -83,16 +83,16 @@ class Totals:
 
     __slots__ = (
         "duration",
+        "finished",
         "first_byte",
         "predicted_cached_tokens",
         "prompt_tokens",
         "reported_cached_tokens",
         "reported_prompt_tokens",
-        "requests",
     )
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[int, str]] = Counter()
+        self.finished: Counter[tuple[int, str]] = Counter()
         self.prompt_tokens = 0
         self.predicted_cached_tokens = 0
         self.reported_prompt_tokens: int | None = None
@@ -102,7 +102,7 @@ class Totals:
 
     def add(self, event: RequestFinished) -> None:
         """Add a request."""
-        self.requests[bounded_status(event.status), event.outcome] += 1
+        self.finished[bounded_status(event.status), event.outcome] += 1
         self.prompt_tokens += event.prompt_tokens
         self.predicted_cached_tokens += event.predicted_cached_tokens
         if event.real_prompt_tokens is not None:

@@ -64,8 +64,10 @@ class PooledTransport(httpx.AsyncBaseTransport):
         # No limit on connections: how much a worker gets is the scheduler's decision, and a limited pool loses
         # its places for ever when requests are cancelled (encode/httpcore#1093). No proxy variables: workers
         # are neighbours.
+        # Idle ones are limited: the pool looks at all of them at each end of a request, so a thousand that end together
+        # would hold up the loop for seconds.
         limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=self._keepalive_expiry
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=self._keepalive_expiry
         )
         return httpx.AsyncHTTPTransport(verify=self._ssl_context, limits=limits, trust_env=False, retries=0)
 

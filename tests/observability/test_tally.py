@@ -112,14 +112,14 @@ def test_workers_in_the_fleet_stay_when_others_leave() -> None:
         tally.add(finished(worker=f"http://w{number}"))
         fleet.discard(f"http://w{number}")
     tally.add(finished())
-    assert [(url, dict(totals.requests)) for url, _, totals in tally.by_worker()] == [(WORKER, {(200, "ok"): 2})]
+    assert [(url, dict(totals.finished)) for url, _, totals in tally.by_worker()] == [(WORKER, {(200, "ok"): 2})]
 
 
 @pytest.mark.parametrize("worker", ["", OTHER])
 def test_a_request_without_a_worker_in_the_fleet_is_counted_apart(worker: str) -> None:
     """A request that had no worker, or whose worker has left meanwhile, is counted, under no name."""
     tally = tally_of([WORKER], {"worker": worker, "role": "mixed" if worker else "", "status": 503, "outcome": "x"})
-    assert [(url, role, dict(t.requests)) for url, role, t in tally.by_worker()] == [("", "", {(503, "x"): 1})]
+    assert [(url, role, dict(t.finished)) for url, role, t in tally.by_worker()] == [("", "", {(503, "x"): 1})]
 
 
 def test_retries_are_tries_after_the_first() -> None:
