@@ -20,7 +20,7 @@ def upstream_request(
 ) -> httpx.Request:
     """Return the request of `exchange` for the worker's `url`, with the client's query string.
 
-    It has an `x-request-id`: the client's own, or else the one that was made for it. Reading has no time-out here:
+    It has the one `x-request-id` by which it is known here. Reading has no time-out here:
     the exchange's own deadline knows a first byte from a pause.
 
     Raises:
@@ -36,9 +36,10 @@ def upstream_request(
 
     timeouts = {"connect": connect_timeout, "write": write_timeout, "read": None, "pool": None}
     length = str(len(exchange.body)).encode()
-    headers = [(b"host", target.netloc), *request_headers(scope), *own_headers, (b"content-length", length)]
-    if not any(name == b"x-request-id" for name, _ in headers):
-        headers.append((b"x-request-id", exchange.ids.request_id.encode()))
+    # One id for client, log and worker: what the client calls a request may be unfit, or not what its body says.
+    headers = [header for header in request_headers(scope) if header[0] != b"x-request-id"]
+    headers += [(b"host", target.netloc), (b"content-length", length), *own_headers]
+    headers.append((b"x-request-id", exchange.ids.request_id.encode()))
     return httpx.Request("POST", target, headers=headers, stream=_Body(exchange), extensions={"timeout": timeouts})
 
 

@@ -32,7 +32,7 @@ async def follow(routed: Routed, **options: object) -> tuple[Exchange, dict[str,
     return exchange, sent, [sample.exemplar for sample in found.samples.values() if sample.exemplar]
 
 
-@pytest.mark.parametrize("where", ["header", "body", "nowhere"])
+@pytest.mark.parametrize("where", ["header", "body", "both", "unfit", "nowhere"])
 async def test_a_request_is_found_everywhere_by_its_ids(where: str, caplog: pytest.LogCaptureFixture) -> None:
     """Header, log, exemplar and worker know one request id, the client's or ours, its trace, and the same worker."""
     caplog.set_level(logging.INFO, logger="asgi_router")
@@ -42,13 +42,17 @@ async def test_a_request_is_found_everywhere_by_its_ids(where: str, caplog: pyte
     headers = [("traceparent", TRACEPARENT)]
     if where == "header":
         headers.append(("x-request-id", "req-4711"))
-    elif where == "body":
+    elif where == "unfit":
+        headers.append(("x-request-id", "a b"))
+    elif where == "both":
+        headers.append(("x-request-id", "of-a-gateway"))
+    if where in ("body", "both"):
         fields["request_id"] = "req-4711"
     exchange, sent, exemplars = await follow(routed, body=completion_body(**fields), headers=headers)
 
     (told,) = exchange.header("x-request-id")
     request_id = told.decode()
-    assert request_id == "req-4711" or where == "nowhere"
+    assert request_id == "req-4711" or where in ("nowhere", "unfit")
     assert len(request_id) >= 8
 
     (record,) = [record for record in caplog.records if record.name == "asgi_router.requests"]
