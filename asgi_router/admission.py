@@ -8,61 +8,71 @@ then, so nobody who comes later can take it.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import anyio
 
 from asgi_router.errors import AllBusy, QueueFull, QueueTimeout, RouterError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from asgi_router.extraction import CompletionRequest
     from asgi_router.observability.record import Times
-    from asgi_router.scheduling.lease import Lease
-    from asgi_router.scheduling.scheduler import Scheduler
     from asgi_router.scheduling.state import WorkerState
 
+
+class Releasable(Protocol):
+    """What is given: a lease, or several that are one."""
+
+    def release(self) -> None:
+        """Give it back."""
+        ...
+
+
+Claim = TypeVar("Claim", bound=Releasable)
 
 LOOK_EVERY = 1.0
 """Seconds after which the first in the queue looks itself: that a worker's cool-down has ended, nobody tells it."""
 
 
-class _Waiter:
+class _Waiter(Generic[Claim]):
     """One request in the queue, and what it was given."""
 
     def __init__(self, request: CompletionRequest) -> None:
         self.request = request
         self.served = anyio.Event()
-        self.lease: Lease | None = None
+        self.lease: Claim | None = None
         self.error: RouterError | None = None
 
 
-class Admission:
+class Admission(Generic[Claim]):
     """Gives requests their leases, and lets them wait for one.
 
     Args:
-        scheduler: chooses a worker, or finds them all full.
-        workers: the fleet.
+        select: leases what a request needs, apart from the workers that it has tried, or finds all of them full.
         queue_size: how many requests may wait.
         queue_timeout: seconds that one may wait.
     """
 
     def __init__(
-        self, scheduler: Scheduler, workers: Collection[WorkerState], *, queue_size: int, queue_timeout: float
+        self,
+        select: Callable[[CompletionRequest, Collection[WorkerState]], Claim],
+        *,
+        queue_size: int,
+        queue_timeout: float,
     ) -> None:
-        self._scheduler = scheduler
-        self._workers = workers
+        self._select = select
         self._queue_size = queue_size
         self._queue_timeout = queue_timeout
-        self._queue: deque[_Waiter] = deque()
+        self._queue: deque[_Waiter[Claim]] = deque()
         self._serving = False
 
     def __len__(self) -> int:
         """How many requests are waiting."""
         return len(self._queue)
 
-    async def acquire(self, request: CompletionRequest, times: Times, exclude: set[WorkerState]) -> Lease:
+    async def acquire(self, request: CompletionRequest, times: Times, exclude: set[WorkerState]) -> Claim:
         """Return a lease for `request`, now or when there is a place.
 
         Nothing is awaited between the making of the lease and the return.
@@ -81,7 +91,7 @@ class Admission:
         if self._queue:
             self._serve_first()
         try:
-            return self._scheduler.select(self._workers, request, exclude=exclude)
+            return self._select(request, exclude)
         except AllBusy as exc:
             if len(self._queue) >= self._queue_size:
                 raise QueueFull("All workers are busy, and too many requests are waiting.") from exc
@@ -92,7 +102,7 @@ class Admission:
         if times.waits_since is None:
             times.waits_since = began
         exclude.clear()
-        waiter = _Waiter(request)
+        waiter: _Waiter[Claim] = _Waiter(request)
         self._queue.append(waiter)
         try:
             # From its first wait on: a worker that it waits for may refuse it, and then it waits again.
@@ -125,7 +135,7 @@ class Admission:
         try:
             for waiter in list(self._queue):
                 try:
-                    waiter.lease = self._scheduler.select(self._workers, waiter.request)
+                    waiter.lease = self._select(waiter.request, ())
                 except AllBusy:
                     continue
                 except RouterError as exc:
@@ -138,7 +148,7 @@ class Admission:
     def _serve_first(self) -> None:
         """Let the queue go first if its first request can be served: a cool-down may have ended without a word."""
         try:
-            self._queue[0].lease = self._scheduler.select(self._workers, self._queue[0].request)
+            self._queue[0].lease = self._select(self._queue[0].request, ())
         except RouterError:
             return
         self._queue.popleft().served.set()

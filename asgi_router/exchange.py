@@ -36,6 +36,8 @@ class Exchange:
         request: what was read in it; likewise without the prompt.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
         app: the app that the middleware wraps, for the worker `local`.
+        prefill: the claim on the worker that prefills for it, where prefill and decode are apart.
+        blamed: of the two the one whose worker has failed; None: `lease`.
         tried: workers that this request need not try again.
         attempts: how many workers have been asked.
         placed: a peer has chosen this process for it.
@@ -52,6 +54,7 @@ class Exchange:
         "_late",
         "app",
         "attempts",
+        "blamed",
         "body",
         "client",
         "ids",
@@ -59,6 +62,7 @@ class Exchange:
         "outcome",
         "path",
         "placed",
+        "prefill",
         "reason",
         "request",
         "scope",
@@ -77,6 +81,8 @@ class Exchange:
         self.body = b""
         self.request: CompletionRequest | None = None
         self.lease: Lease | None = None
+        self.prefill: Lease | None = None
+        self.blamed: Lease | None = None
         self.tried: set[WorkerState] = set()
         self.attempts = 0
         self.placed = False
@@ -133,6 +139,8 @@ class Exchange:
             self.request = self.request.without_text()
 
     def release(self) -> None:
-        """Release the lease, if there is one. Synchronous and idempotent, as the lease's own release."""
+        """Release what is leased. Synchronous and idempotent, as the lease's own release."""
+        if self.prefill is not None:
+            self.prefill.release()
         if self.lease is not None:
             self.lease.release()

@@ -1,38 +1,25 @@
-"""Owns the parts that a request needs, and how long they are open."""
+"""Owns the parts of a router, and how long they are open."""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from dataclasses import fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import anyio
 
+from asgi_router import parts
 from asgi_router.abort import Aborts
-from asgi_router.admission import Admission
 from asgi_router.client import Client, ClientGone
 from asgi_router.dispatcher import Dispatcher
 from asgi_router.errors import ShuttingDown
 from asgi_router.exchange import Exchange
-from asgi_router.fleet.health import HealthMonitor
-from asgi_router.fleet.load import LoadMonitor
 from asgi_router.fleet.models import Models
-from asgi_router.fleet.register_file import read_register_file
-from asgi_router.fleet.registration import RegistrationError
 from asgi_router.fleet.registry import Registry
 from asgi_router.observability.logs import log_request, requests_are_logged
 from asgi_router.observability.record import finished
-from asgi_router.peers import Peers
-from asgi_router.prefix_key import BYTES_PER_TOKEN
-from asgi_router.scheduling.breaker import Breaker
-from asgi_router.scheduling.policies import POLICIES, REMOTE_POLICIES, PolicyOptions
-from asgi_router.scheduling.prefix_index import PrefixIndex
-from asgi_router.scheduling.scheduler import Scheduler
-from asgi_router.scheduling.sessions import Sessions
-from asgi_router.scheduling.state import WorkerState
 from asgi_router.settings import SettingsError
 from asgi_router.stats import RouterStats, WorkerStats
 from asgi_router.upstream.calls import WorkerCalls
@@ -51,7 +38,6 @@ if TYPE_CHECKING:
     from asgi_router.observability.events import Observer
     from asgi_router.observability.metrics import RouterMetrics
     from asgi_router.settings import RouterSettings
-    from asgi_router.worker import Worker
 
 logger = logging.getLogger("asgi_router")
 
@@ -92,60 +78,29 @@ class Router:
     ) -> None:
         self.settings = settings
         self._clock = clock
-        capacity = settings.prefix_capacity_tokens * BYTES_PER_TOKEN // settings.prefix_block_bytes
-
-        def new_state(worker: Worker) -> WorkerState:
-            return WorkerState(
-                worker,
-                PrefixIndex(capacity, settings.prefix_ttl, clock),
-                Breaker(settings.breaker_failures, settings.breaker_cooldown, clock),
-                known_as=settings.local_url or "" if worker.is_local else "",
-            )
-
-        self.workers = Registry(new_state, on_change=lambda: self._admission.serve_waiting())
-        options = PolicyOptions(**{field.name: getattr(settings, field.name) for field in fields(PolicyOptions)})
-        policy = POLICIES[settings.policy](options, rng or random.Random())
-        self._scheduler = Scheduler(
-            policy,
-            policy_name=settings.policy,
-            block_bytes=settings.prefix_block_bytes,
-            max_blocks=capacity,
-            max_concurrent=settings.max_concurrent_per_worker,
-            sessions=Sessions(settings.session_ttl, clock) if settings.session_ttl else None,
-            on_release=lambda: self._admission.serve_waiting(),
-        )
-        self._admission = Admission(
-            self._scheduler, self.workers, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout
-        )
-        self._add_configured_workers()
-        if not self.workers:
-            logger.warning("no workers configured: requests get 503 until one joins")
-
+        self.workers = Registry(parts.new_state(settings, clock), on_change=self._serve_waiting)
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
-        peers = Peers(settings.peer_token.get_secret_value() if settings.peer_token else None)
-        self._dispatcher = Dispatcher(settings, self.workers, self._scheduler, self._admission, self._transport, peers)
+        self._mode = parts.new_mode(
+            settings, self.workers, self._transport, clock, rng or random.Random(), on_release=self._serve_waiting
+        )
+        self._dispatcher = Dispatcher(settings, self._mode)
+        for worker, unproven in parts.configured_workers(settings):
+            state = self.workers.add(worker)
+            if unproven:  # one failed probe is enough, and the monitor begins with this one
+                state.probes_against = max(1, settings.health_failures - 1)
+        if not self.workers:
+            logger.warning("no workers configured: requests get 503 until one joins")
         key = settings.worker_api_key
         self._calls = WorkerCalls(self._transport, key.get_secret_value() if key else None)
-        self.monitor = HealthMonitor(
-            self.workers,
-            self._transport,
-            path=settings.health_path,
-            interval=settings.health_interval,
-            timeout=settings.health_timeout,
-            failures=settings.health_failures,
-            successes=settings.health_successes,
-            on_change=lambda: self._admission.serve_waiting(),
-        )
-        self._background: list[Callable[[], Coroutine[object, object, None]]] = (
-            [self.monitor.run] if settings.health_interval else []
-        )
-        self.load_monitor = self._new_load_monitor() if settings.policy in REMOTE_POLICIES else None
+        self.monitor = parts.new_monitor(settings, self.workers, self._transport, on_change=self._serve_waiting)
+        self.load_monitor = parts.new_load_monitor(settings, self.workers, self._calls, clock)
+        self.models = Models(self.workers, self._calls, settings.models_interval, clock, on_change=self._serve_waiting)
+        self._background: list[Callable[[], Coroutine[object, object, None]]] = []
+        if settings.health_interval:
+            self._background.append(self.monitor.run)
         if self.load_monitor is not None:
             self._background.append(self.load_monitor.run)
-        self.models = Models(
-            self.workers, self._calls, settings.models_interval, clock, on_change=self._admission.serve_waiting
-        )
         if settings.discover_models or settings.serve_models:
             self._background.append(self.models.run)
         self._exchanges: set[Exchange] = set()
@@ -164,32 +119,8 @@ class Router:
         if settings.metrics_path is not None:
             self._start_metrics()
 
-    def _add_configured_workers(self) -> None:
-        settings = self.settings
-        for worker in settings.workers:
-            self.workers.add(worker)
-        if settings.register_file is None:
-            return
-
-        try:
-            listed = read_register_file(settings.register_file, mode=settings.mode)
-        except RegistrationError as exc:
-            raise SettingsError(f"ASGI_ROUTER_REGISTER_FILE: {exc}") from None
-        for worker in listed:
-            if any(worker.url == known.url for known in settings.workers):
-                raise SettingsError(f"ASGI_ROUTER_REGISTER_FILE: {worker.url!r} is in ASGI_ROUTER_WORKERS, too")
-            # Whether it is up nobody knows: one failed probe is enough, and the monitor begins with this one.
-            self.workers.add(worker).probes_against = max(1, settings.health_failures - 1)
-
-    def _new_load_monitor(self) -> LoadMonitor:
-        settings, extra = self.settings, "pip install 'asgi-router[prometheus]'"
-        age, interval = settings.load_max_age, settings.load_interval
-        try:
-            return LoadMonitor(
-                self.workers, self._calls, path=settings.load_path, interval=interval, max_age=age, clock=self._clock
-            )
-        except ImportError:
-            raise SettingsError(f"ASGI_ROUTER_POLICY: {settings.policy} needs the extra: {extra}") from None
+    def _serve_waiting(self) -> None:
+        self._mode.admission.serve_waiting()
 
     def __repr__(self) -> str:
         return f"<Router {self.settings.policy}: {len(self._exchanges)} exchanges, {list(self.workers)!r}>"
@@ -226,7 +157,7 @@ class Router:
             workers=tuple(map(WorkerStats.of, self.workers)),
             exchanges=len(self._exchanges),
             leases=sum(state.requests for state in (*self.workers, *self.workers.leaving)),
-            queued=len(self._admission),
+            queued=len(self._mode.admission),
             draining=self._draining,
         )
 

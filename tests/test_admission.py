@@ -62,7 +62,7 @@ async def test_requests_wait_for_a_place_and_get_it_in_order() -> None:
     """With one place three requests are served one after the other, first come, first served."""
     gated = Gated()
     routed = limited(gated)
-    queue = routed.router._admission
+    queue = routed.router._mode.admission
     exchanges = [asked(name) for name in "abc"]
     async with exchanges[0].running(routed.app), anyio.create_task_group() as tasks:
         await routed.worker.received(1)
@@ -88,9 +88,9 @@ async def test_a_place_is_handed_over_in_the_step_in_which_it_becomes_free() -> 
         await routed.worker.received(1)
         (serving,) = routed.router._exchanges
         async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             serving.release()
-            assert (routed.counters[0][0], len(routed.router._admission)) == (1, 0)
+            assert (routed.counters[0][0], len(routed.router._mode.admission)) == (1, 0)
             await routed.worker.received(2)
             gated.gates[0].set()
             gated.gates[1].set()
@@ -106,7 +106,7 @@ async def test_full_queue() -> None:
     async with served.running(routed.app):
         await routed.worker.received(1)
         async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             refused = await asked("refused").run(routed.app)
             assert (refused.status, refused.header("retry-after")) == (429, [b"1"])
             assert b'"queue_full"' in refused.body
@@ -140,7 +140,7 @@ async def test_waiting_too_long() -> None:
         late = await asked("late").run(routed.app)
         assert (late.status, late.header("retry-after")) == (503, [b"1"])
         assert b'"queue_timeout"' in late.body
-        assert len(routed.router._admission) == 0
+        assert len(routed.router._mode.admission) == 0
         gated.gates[0].set()
     assert names(routed) == ["served"]
     routed.assert_released()
@@ -155,11 +155,11 @@ async def test_client_that_leaves_while_it_waits(how: str) -> None:
     async with served.running(routed.app):
         await routed.worker.received(1)
         async with leaving.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             getattr(leaving, how)()
-        assert len(routed.router._admission) == 0
+        assert len(routed.router._mode.admission) == 0
         async with staying.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             gated.gates[0].set()
             await routed.worker.received(2)
             gated.gates[1].set()
@@ -177,7 +177,7 @@ async def test_cancelled_natively_at_any_turn_while_it_waits_or_is_handed_a_plac
         served, cut = asked("served"), asked("cut")
 
         async def free_the_place(gated: Gated = gated, routed: Routed = routed) -> None:
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             gated.gates[0].set()
 
         async with served.running(routed.app):
@@ -185,7 +185,7 @@ async def test_cancelled_natively_at_any_turn_while_it_waits_or_is_handed_a_plac
             await cancel_natively(cut.run(routed.app), at=[free_the_place, turn])
 
         assert routed.counters == [(0, 0, 0, 0)]
-        assert len(routed.router._admission) == 0
+        assert len(routed.router._mode.admission) == 0
         routed.worker.scripts = GOOD
         assert (await asked("next").run(routed.app)).finished_cleanly
         routed.assert_released()
@@ -200,7 +200,7 @@ async def test_a_worker_that_joins_serves_those_who_wait() -> None:
     async with served.running(routed.app):
         await routed.worker.received(1)
         async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             routed.router.workers.add(Worker(url=OTHER))
         gated.gates[0].set()
     assert len(routed.fleet[OTHER].calls) == 1
@@ -215,7 +215,7 @@ async def test_the_last_worker_leaves_while_requests_wait() -> None:
     async with served.running(routed.app):
         await routed.worker.received(1)
         async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             routed.router.workers.remove(WORKER)
         assert waiting.status == 503
         assert b'"no_worker_available"' in waiting.body
@@ -233,7 +233,7 @@ async def test_one_model_does_not_wait_behind_another() -> None:
     async with big.running(routed.app):
         await routed.worker.received(1)
         async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             small = await Exchange(body=completion_body(model="small")).run(routed.app)
             assert small.finished_cleanly
             gated.gates[0].set()
@@ -252,7 +252,7 @@ async def test_a_refused_connection_leads_to_the_next_place() -> None:
         await routed.worker.changes.until(lambda: len(routed.worker.calls) == 1)
         second = asked("second")
         async with second.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             assert [counters[0] for counters in routed.counters] == [1, 0]
             gated.gates[0].set()
             await routed.worker.received(2)
@@ -284,7 +284,7 @@ async def test_shutdown_while_requests_wait() -> None:
     routed = Routed({WORKER: replace(GOOD, head=[HANG])}, max_concurrent_per_worker=1, drain_timeout=0.02)
     exchanges = [asked("a"), asked("b")]
     async with exchanges[0].running(routed.app), exchanges[1].running(routed.app):
-        await until(lambda: len(routed.router._admission) == 1)
+        await until(lambda: len(routed.router._mode.admission) == 1)
         await routed.router.aclose()
     assert [exchange.status for exchange in exchanges] == [503, 503]
     routed.assert_released()
@@ -304,7 +304,7 @@ async def test_a_worker_that_is_back_is_asked_again_after_a_wait() -> None:
         await routed.fleet[OTHER].received(1)
         routed.router.workers.drain(WORKER, draining=False)
         async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             assert routed.worker.connects == 1
             routed.router.workers.remove(OTHER)
         gated.gates[0].set()
@@ -368,7 +368,7 @@ async def test_nobody_overtakes_the_queue_when_a_cool_down_ends() -> None:
     async with holder.running(routed.app):
         await routed.fleet[OTHER].received(1)
         async with first.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             clock.now += 10
             async with second.running(routed.app):
                 await routed.worker.received(1)
@@ -393,7 +393,7 @@ async def test_the_end_of_a_cool_down_is_noticed_in_the_queue(monkeypatch: pytes
     async with holder.running(routed.app):
         await routed.fleet[OTHER].received(1)
         async with waiting.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             clock.now += 10
         assert waiting.status == 200
         gated.gates[0].set()

@@ -103,7 +103,7 @@ async def test_time_out_in_the_tick_of_the_data(timeout: str, late: int) -> None
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Racing())
 
-    routed.router._dispatcher._transport = Transport()
+    routed.router._mode._transport = Transport()
     exchange = await Exchange(body=completion_body(), send_suspends=False).run(routed.app)  # as uvicorn's
     assert b'"worker_timeout"' in exchange.body
     assert exchange.ends == (exchange.status == 504)
@@ -194,7 +194,7 @@ async def test_chunks_that_are_no_bytes(chunks: Sequence[object], whole: bool) -
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, stream=Stream())
 
-    routed.router._dispatcher._transport = Transport()
+    routed.router._mode._transport = Transport()
     exchange = await Exchange(body=completion_body()).run(routed.app)
     assert (exchange.status, exchange.body == b"abcd") == ((200, True) if whole else (502, False))
     routed.assert_released(exchange)
@@ -215,7 +215,7 @@ async def test_worker_that_sends_nothing_without_end() -> None:
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, stream=Empty())
 
-    routed.router._dispatcher._transport = Transport()
+    routed.router._mode._transport = Transport()
     exchange = Exchange(body=completion_body())
     async with exchange.running(routed.app):
         while not routed.counters[0][0]:

@@ -136,7 +136,7 @@ class RouterMachine(RuleBasedStateMachine):
     def change_policy(self, policy: str) -> None:
         """The invariant holds whatever policy chooses."""
         twin = Router(RouterSettings(policy=policy), transport=self.routed.fleet)
-        self.routed.router._scheduler._policy = twin._scheduler._policy
+        self.routed.router._mode._scheduler._policy = twin._mode._scheduler._policy
 
     @rule(prompt=st.sampled_from(PROMPTS), content_type=st.sampled_from(CONTENT_TYPES), refused=st.integers(0, 2))
     def select(self, prompt: str, content_type: str, refused: int) -> None:

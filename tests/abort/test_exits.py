@@ -125,11 +125,11 @@ async def test_aborted_in_the_queue(kind: Kind) -> None:
     async with first.running(routed.app):
         await routed.worker.received(1)
         async with second.running(routed.app):
-            await until(lambda: len(routed.router._admission) == 1)
+            await until(lambda: len(routed.router._mode.admission) == 1)
             await abort(routed, "second")
 
         assert error_of(second) == (410, "request_aborted")
-        assert len(routed.router._admission) == 0
+        assert len(routed.router._mode.admission) == 0
         assert routed.counters[0][0] == 1
         gate.set()
 
@@ -144,7 +144,7 @@ async def test_the_place_of_an_aborted_request_is_given_on(kind: Kind) -> None:
     first, second = request("first"), request("second")
     async with first.running(routed.app), second.running(routed.app):
         await routed.worker.received(1)
-        await until(lambda: len(routed.router._admission) == 1)
+        await until(lambda: len(routed.router._mode.admission) == 1)
         await abort(routed, "first")
         gate.set()
 

@@ -206,7 +206,7 @@ class Run:
             "counters": lambda: any(any(counters(worker)) for worker in stats.workers),
             "exchanges": lambda: stats.exchanges > 0,
             "pins": lambda: any(state.prefixes.pinned for state in self.router.workers),
-            "queue": lambda: len(self.router._admission) > 0,
+            "queue": lambda: len(self.router._mode.admission) > 0,
             # Probes go on, so the pool is looked at until it is quiet for a moment.
             "requests in the pool": lambda: pool is not None and bool(pool._pool._requests),
             "busy connections": lambda: pool is not None and not all(c.is_idle() for c in pool._pool.connections),
@@ -221,7 +221,7 @@ class Run:
             # Clients wait a moment after an error. Else a worker that fails at once would get nearly all requests:
             # it is the one with the fewest in flight.
             await anyio.sleep(0.01 if self._judge(answer) == "whole" else 0.3)
-            self.report.longest_queue = max(self.report.longest_queue, len(self.router._admission))
+            self.report.longest_queue = max(self.report.longest_queue, len(self.router._mode.admission))
 
     def _judge(self, answer: Answer) -> str:
         report = self.report

@@ -147,7 +147,7 @@ async def test_06_nothing_is_kept_of_clients_that_left() -> None:
                 if phase == "answer":
                     await leaving.body_at_least(1)
                 async with queued.running(routed.app):
-                    await until(lambda: len(router._admission) == 1)
+                    await until(lambda: len(router._mode.admission) == 1)
                     queued.disconnect()
                 leaving.disconnect()
             await Exchange(body=[completion_body()[:50], DISCONNECT]).run(routed.app)
@@ -159,7 +159,7 @@ async def test_06_nothing_is_kept_of_clients_that_left() -> None:
         await router.monitor.probe_all()
     assert [call.method for call in routed.worker.calls[-2:]] == ["GET", "GET"]
     assert not router._exchanges
-    assert len(router._admission) == 0
+    assert len(router._mode.admission) == 0
     assert list(router.workers) == states
     assert len(states[0].prefixes) > 0  # of the one that stayed: it has been answered
     routed.assert_released()
@@ -172,7 +172,7 @@ async def test_06_nothing_is_kept_of_clients_that_left() -> None:
 async def test_07_a_cancelled_stream_gives_its_place_back_once(how: str) -> None:
     """BerriAI/litellm#30020, #27955: of two requests that wait behind a stream, one gets in when it is cancelled."""
     routed = Routed(interrupted("stream", HANG), max_concurrent_per_worker=1)
-    queue = routed.router._admission
+    queue = routed.router._mode.admission
     first, second, third = (exchange_for() for _ in range(3))
     async with first.running(routed.app):
         await first.body_at_least(1)

@@ -12,7 +12,7 @@ import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-import asgi_router.dispatcher
+import asgi_router.mixed
 from asgi_router.upstream.relay import relay
 from tests.instruments.raw_server import HANG, REQUEST
 from tests.instruments.servers import run_uvicorn
@@ -89,7 +89,7 @@ async def test_client_leaves_before_the_first_byte(
         relaying.set()
         await relay(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(asgi_router.dispatcher, "relay", note)
+    monkeypatch.setattr(asgi_router.mixed, "relay", note)
     async with serve_scripts([REQUEST, head, HANG], http=http) as (worker, served, client):
         await client.post(completion_body())
         await relaying.wait()

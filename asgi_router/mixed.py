@@ -1,0 +1,162 @@
+"""Owns mixed mode: every worker prefills and decodes, and one of them serves a request alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asgi_router.admission import Admission
+from asgi_router.errors import RoutedTwice, WorkerBusy, WorkerTimeout
+from asgi_router.headers import retry_after
+from asgi_router.upstream.local import serve_locally
+from asgi_router.upstream.relay import close_response, relay
+from asgi_router.upstream.request import upstream_request
+from asgi_router.upstream.transport import open_response
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import httpx
+
+    from asgi_router.exchange import Exchange
+    from asgi_router.extraction import CompletionRequest
+    from asgi_router.headers import RawHeaders
+    from asgi_router.peers import Peers
+    from asgi_router.scheduling.lease import Lease
+    from asgi_router.scheduling.scheduler import Scheduler
+    from asgi_router.scheduling.state import WorkerState
+    from asgi_router.settings import RouterSettings
+
+BUSY = (429, 503)
+"""What a worker answers that has not taken a request (RFC 6585, section 4; RFC 9110, section 15.6.4)."""
+
+
+class Mixed:
+    """Chooses one worker for a request, and asks it.
+
+    Args:
+        settings: the router's.
+        workers: the fleet.
+        scheduler: chooses among it.
+        transport: how requests reach the workers.
+        peers: the other routers of this fleet.
+
+    Attributes:
+        admission: gives a request its lease, or lets it wait for one.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: Collection[WorkerState],
+        scheduler: Scheduler,
+        transport: httpx.AsyncBaseTransport,
+        peers: Peers,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._scheduler = scheduler
+        self._transport = transport
+        self._peers = peers
+        self.admission = Admission(self._select, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout)
+
+    def _select(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> Lease:
+        return self._scheduler.select(self._workers, request, exclude=exclude)
+
+    async def choose(self, exchange: Exchange) -> None:
+        """Lease a worker for the request; see `Mode`."""
+        request = exchange.request
+        assert request is not None  # it was read before a worker is asked
+        if self._peers.have_placed(exchange.client.scope.get("headers") or (), exchange.ids.request_id):
+            exchange.lease = self._place(exchange, request)
+        else:
+            exchange.lease = await self.admission.acquire(request, exchange.times, exchange.tried)
+        exchange.tried.add(exchange.lease.state)
+
+    def _place(self, exchange: Exchange, request: CompletionRequest) -> Lease:
+        exchange.placed = True
+        for state in self._workers:
+            if state.worker.is_local:
+                return self._scheduler.place(state, request, reason="placed_by_peer")
+        raise RoutedTwice("A router has sent this request to a router that has no worker of its own.")
+
+    def others(self, exchange: Exchange) -> bool:
+        """Tell whether the request may be tried on another worker; see `Mode`."""
+        return bool(self._others(exchange))
+
+    def _others(self, exchange: Exchange) -> list[WorkerState]:
+        if exchange.request is None or exchange.placed or len(exchange.tried) > self._settings.retry_attempts:
+            return []
+
+        return self._scheduler.able(self._workers, exchange.request, exclude=exchange.tried)
+
+    async def ask(self, exchange: Exchange, path: str) -> None:
+        """Send the request to its worker, and pass the answer on; see `Mode`."""
+        settings, lease = self._settings, exchange.lease
+        assert lease is not None  # it was chosen
+        own_headers = decision_headers(exchange, lease) if settings.decision_headers else []
+        exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
+        if lease.state.worker.is_local:
+            await serve_locally(
+                exchange.app,
+                exchange,
+                lease,
+                own_headers=own_headers,
+                idle_timeout=settings.idle_timeout,
+                send_timeout=settings.send_timeout,
+            )
+            note_status(lease, exchange.client.status)
+            return
+
+        response = await self._open(exchange, path, lease)
+        await relay(
+            response,
+            exchange,
+            lease,
+            own_headers=own_headers,
+            idle_timeout=settings.idle_timeout,
+            send_timeout=settings.send_timeout,
+        )
+        note_status(lease, response.status_code)
+
+    async def _open(self, exchange: Exchange, path: str, lease: Lease) -> httpx.Response:
+        """Send the request, and return the worker's response as soon as its head is there.
+
+        Raises:
+            WorkerBusy, WorkerError: as `Mode.ask`.
+        """
+        outgoing = upstream_request(
+            exchange,
+            lease.state.worker.url + path,
+            own_headers=self._peers.signed(exchange.ids.request_id),
+            connect_timeout=self._settings.connect_timeout,
+            write_timeout=self._settings.idle_timeout,
+        )
+        response = await open_response(self._transport, outgoing, exchange.progress)
+        if response.status_code in BUSY:
+            lease.state.breaker.back_off(retry_after(response.headers.raw))
+            may_help = [state for state in self._others(exchange) if state.breaker.admits]
+            if exchange.sent < self._settings.retry_attempts and any(map(self._scheduler.has_room, may_help)):
+                await close_response(response)
+                raise WorkerBusy("The worker is busy.")
+        return response
+
+
+def note_status(lease: Lease, status: int) -> None:
+    """Tell the worker's circuit breaker of a whole answer with this status."""
+    if status in BUSY:
+        return
+    if status < 500:
+        lease.succeeded()
+    else:
+        lease.failed()
+
+
+def decision_headers(exchange: Exchange, lease: Lease) -> RawHeaders:
+    """Return what a client is told of the choice: who, why, and by which id it can be found in log and worker."""
+    cached = f"{lease.cached_tokens}/{lease.prefill_tokens}"
+    why = f"{lease.reason}; candidates={lease.candidates}; cached={cached}; attempt={exchange.attempts}"
+    return [
+        (b"x-router-worker", lease.state.worker.url.encode()),
+        (b"x-router-decision", why.encode()),
+        (b"x-request-id", exchange.ids.request_id.encode()),
+    ]

@@ -1,0 +1,141 @@
+"""Owns how the parts of a router are made from its settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from asgi_router.fleet.health import HealthMonitor
+from asgi_router.fleet.load import LoadMonitor
+from asgi_router.fleet.register_file import read_register_file
+from asgi_router.fleet.registration import RegistrationError
+from asgi_router.mixed import Mixed
+from asgi_router.peers import Peers
+from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.scheduling.breaker import Breaker
+from asgi_router.scheduling.policies import POLICIES, REMOTE_POLICIES, PolicyOptions
+from asgi_router.scheduling.prefix_index import PrefixIndex
+from asgi_router.scheduling.scheduler import Scheduler
+from asgi_router.scheduling.sessions import Sessions
+from asgi_router.scheduling.state import WorkerState
+from asgi_router.settings import SettingsError
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+
+    import httpx
+
+    from asgi_router.fleet.registry import Registry
+    from asgi_router.settings import RouterSettings
+    from asgi_router.upstream.calls import WorkerCalls
+    from asgi_router.worker import Worker
+
+
+def prefix_capacity(settings: RouterSettings) -> int:
+    """Return how many blocks a worker's prefix index may hold."""
+    return settings.prefix_capacity_tokens * BYTES_PER_TOKEN // settings.prefix_block_bytes
+
+
+def new_state(settings: RouterSettings, clock: Callable[[], float]) -> Callable[[Worker], WorkerState]:
+    """Return what makes the state of a worker that joins."""
+
+    def make(worker: Worker) -> WorkerState:
+        return WorkerState(
+            worker,
+            PrefixIndex(prefix_capacity(settings), settings.prefix_ttl, clock),
+            Breaker(settings.breaker_failures, settings.breaker_cooldown, clock),
+            known_as=settings.local_url or "" if worker.is_local else "",
+        )
+
+    return make
+
+
+def configured_workers(settings: RouterSettings) -> Iterator[tuple[Worker, bool]]:
+    """Yield the workers of the settings and of `REGISTER_FILE`, and whether nobody knows that they are up.
+
+    Raises:
+        SettingsError: the file can't be read, or something in it is wrong.
+    """
+    for worker in settings.workers:
+        yield worker, False
+    if settings.register_file is None:
+        return
+
+    try:
+        listed = read_register_file(settings.register_file, mode=settings.mode)
+    except RegistrationError as exc:
+        raise SettingsError(f"ASGI_ROUTER_REGISTER_FILE: {exc}") from None
+    for worker in listed:
+        if any(worker.url == known.url for known in settings.workers):
+            raise SettingsError(f"ASGI_ROUTER_REGISTER_FILE: {worker.url!r} is in ASGI_ROUTER_WORKERS, too")
+        yield worker, True
+
+
+def new_scheduler(
+    settings: RouterSettings,
+    policy: str,
+    clock: Callable[[], float],
+    rng: random.Random,
+    on_release: Callable[[], None],
+) -> Scheduler:
+    """Return a scheduler that chooses by `policy`."""
+    options = PolicyOptions(**{field.name: getattr(settings, field.name) for field in fields(PolicyOptions)})
+    return Scheduler(
+        POLICIES[policy](options, rng),
+        policy_name=policy,
+        block_bytes=settings.prefix_block_bytes,
+        max_blocks=prefix_capacity(settings),
+        max_concurrent=settings.max_concurrent_per_worker,
+        sessions=Sessions(settings.session_ttl, clock) if settings.session_ttl else None,
+        on_release=on_release,
+    )
+
+
+def new_mode(
+    settings: RouterSettings,
+    workers: Registry,
+    transport: httpx.AsyncBaseTransport,
+    clock: Callable[[], float],
+    rng: random.Random,
+    on_release: Callable[[], None],
+) -> Mixed:
+    """Return how the workers share the work."""
+    scheduler = new_scheduler(settings, settings.policy, clock, rng, on_release)
+    peers = Peers(settings.peer_token.get_secret_value() if settings.peer_token else None)
+    return Mixed(settings, workers, scheduler, transport, peers)
+
+
+def new_monitor(
+    settings: RouterSettings, workers: Registry, transport: httpx.AsyncBaseTransport, on_change: Callable[[], None]
+) -> HealthMonitor:
+    """Return what probes the workers' health."""
+    return HealthMonitor(
+        workers,
+        transport,
+        path=settings.health_path,
+        interval=settings.health_interval,
+        timeout=settings.health_timeout,
+        failures=settings.health_failures,
+        successes=settings.health_successes,
+        on_change=on_change,
+    )
+
+
+def new_load_monitor(
+    settings: RouterSettings, workers: Registry, calls: WorkerCalls, clock: Callable[[], float]
+) -> LoadMonitor | None:
+    """Return what asks the workers how busy they are, if a policy wants to know.
+
+    Raises:
+        SettingsError: the extra that reads the answers is missing.
+    """
+    if settings.policy not in REMOTE_POLICIES:
+        return None
+
+    age, interval = settings.load_max_age, settings.load_interval
+    try:
+        return LoadMonitor(workers, calls, path=settings.load_path, interval=interval, max_age=age, clock=clock)
+    except ImportError:
+        extra = "pip install 'asgi-router[prometheus]'"
+        raise SettingsError(f"ASGI_ROUTER_POLICY: {settings.policy} needs the extra: {extra}") from None
