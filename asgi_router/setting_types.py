@@ -27,8 +27,8 @@ POLICIES = (
     "request_num",
     "round_robin",
 )
-MODES = ("mixed",)
-_MODES_LATER = ("disaggregated", "splitwise")
+MODES = ("mixed", "disaggregated", "splitwise")
+DIALECTS = ("fastdeploy", "vllm", "sglang")
 
 
 def shown(value: object) -> str:
@@ -47,19 +47,22 @@ def nearest(name: str, known: Iterable[str], spelt: Callable[[str], str] = str) 
     return f"; did you mean {spelt(matches[0])}?" if matches else ""
 
 
-def _one_of(kind: str, known: tuple[str, ...], later: tuple[str, ...] = (), missing: str = "") -> Callable[[str], str]:
-    """Make a check that a name is known. Names in `later` are refused with the news of what is missing."""
+def _one_of(kind: str, known: tuple[str, ...]) -> Callable[[str], str]:
+    """Make a check that a name is known."""
 
     def check(value: str) -> str:
         value = value.strip()
-        if value in later:
-            raise ValueError(f"{value}: {missing} is not in this version; known: {', '.join(known)}")
         if value not in known:
             hint = nearest(value, known)
             raise ValueError(f"unknown {kind}{shown(value)}; known: {', '.join(known)}{hint}")
         return value
 
     return check
+
+
+def _mode(value: str) -> str:
+    value = _one_of("mode", MODES)(value)
+    return "disaggregated" if value == "splitwise" else value  # FastDeploy's word for it
 
 
 def _items(value: object) -> object:
@@ -193,7 +196,8 @@ Count = Annotated[_Int, Field(ge=0)]
 BlockBytes = Annotated[_Int, Field(ge=64, le=65536)]
 
 PolicyName = Annotated[str, AfterValidator(_one_of("policy", POLICIES))]
-ModeName = Annotated[str, AfterValidator(_one_of("mode", MODES, _MODES_LATER, "disaggregated mode"))]
+ModeName = Annotated[str, AfterValidator(_mode)]
+DialectName = Annotated[str, AfterValidator(_one_of("dialect", DIALECTS))]
 AdminPrefix = Annotated[str | None, AfterValidator(_prefix), BeforeValidator(_none)]
 FileName = Annotated[Annotated[str, Field(min_length=1)] | None, BeforeValidator(_none)]
 SessionHeader = Annotated[str | None, AfterValidator(_session_header), BeforeValidator(_none)]

@@ -12,6 +12,7 @@ from asgi_router.setting_types import (
     AdminPrefix,
     BlockBytes,
     Count,
+    DialectName,
     FileName,
     HeaderName,
     ModeName,
@@ -91,9 +92,14 @@ class RouterSettings(BaseSettings):
     )
 
     # Ahead of `workers`, whose check looks at it.
-    mode: ModeName = Field("mixed", description="How workers share the work: mixed.")
+    mode: ModeName = Field("mixed", description="How workers share the work: mixed or disaggregated.")
     workers: Workers = Field((), description="Comma list of URLs, or JSON list of URLs and objects.")
     policy: PolicyName = Field("prefill_cost", description="How a worker is chosen, by name.")
+    prefill_policy: PolicyName = Field("prefill_cost", description="How a prefill worker is chosen (disaggregated).")
+    decode_policy: PolicyName = Field("request_num", description="How a decode worker is chosen (disaggregated).")
+    pd_dialect: DialectName = Field("fastdeploy", description="How prefill and decode workers are told of each other.")
+    pd_skip_prefill_below: Count = Field(0, description="Uncached tokens below which decode prefills; 0: never.")
+    pd_preempt_retries: Count = Field(0, description="New pairs for an answer that its workers gave up; 0: none.")
     paths: Paths = Field(
         ("/v1/chat/completions", "/v1/completions"), description="Comma or JSON list of the paths to route."
     )
@@ -177,6 +183,10 @@ class RouterSettings(BaseSettings):
                 problems.append(f"item {number}: {worker.url!r} is there twice")
             if info.data.get("mode") == "mixed" and worker.role is not Role.MIXED:
                 problems.append(f"item {number}: {worker.url!r} is for {worker.role}, but the mode is mixed")
+            if info.data.get("mode") == "disaggregated" and worker.role is Role.MIXED:
+                problems.append(f"item {number}: {worker.url!r} needs the role prefill or decode in this mode")
+            if info.data.get("mode") == "disaggregated" and worker.is_local:
+                problems.append(f"item {number}: 'local' can't be a worker in this mode")
             seen.add(worker.url)
 
         if problems:

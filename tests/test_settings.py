@@ -22,6 +22,11 @@ DEFAULTS: dict[str, object] = {
     "mode": "mixed",
     "workers": (),
     "policy": "prefill_cost",
+    "prefill_policy": "prefill_cost",
+    "decode_policy": "request_num",
+    "pd_dialect": "fastdeploy",
+    "pd_skip_prefill_below": 0,
+    "pd_preempt_retries": 0,
     "paths": ("/v1/chat/completions", "/v1/completions"),
     "connect_timeout": 5.0,
     "first_byte_timeout": None,
@@ -111,7 +116,15 @@ NOT_NEGATIVE = (
     "waiting_weight",
 )
 FLOATS = (*POSITIVE, *OPTIONAL, *NOT_NEGATIVE, "cache_aware_balance_rel")
-COUNTS = ("retry_attempts", "queue_size", "breaker_failures", "prefix_capacity_tokens", "cache_aware_balance_abs")
+COUNTS = (
+    "pd_skip_prefill_below",
+    "pd_preempt_retries",
+    "retry_attempts",
+    "queue_size",
+    "breaker_failures",
+    "prefix_capacity_tokens",
+    "cache_aware_balance_abs",
+)
 INTEGERS = (*COUNTS, "max_body_bytes", "health_failures", "health_successes", "prefix_block_bytes")
 
 
@@ -279,10 +292,21 @@ def test_unknown_policy_is_refused_with_a_suggestion() -> None:
     assert message.endswith("did you mean round_robin?")
 
 
-@pytest.mark.parametrize("mode", ["disaggregated", "splitwise"])
-def test_disaggregated_mode_is_refused(mode: str) -> None:
-    """Both names of disaggregated mode are refused as not in this version."""
-    assert "disaggregated mode is not in this version" in refusal("mode", mode)
+@pytest.mark.parametrize("mode", ["disaggregated", " splitwise "])
+def test_disaggregated_mode_has_two_names(mode: str) -> None:
+    """FastDeploy's own word for the mode means the same."""
+    assert RouterSettings(mode=mode).mode == "disaggregated"
+
+
+def test_roles_fit_the_mode() -> None:
+    """Apart from each other no worker is mixed, and the wrapped app is none."""
+    workers = ["http://a", {"url": "b", "role": "prefill"}, {"url": "local", "role": "decode"}]
+    with pytest.raises(SettingsError) as caught:
+        RouterSettings(mode="disaggregated", workers=workers)
+    assert str(caught.value).splitlines() == [
+        "ASGI_ROUTER_WORKERS: item 1: 'http://a' needs the role prefill or decode in this mode",
+        "ASGI_ROUTER_WORKERS: item 3: 'local' can't be a worker in this mode",
+    ]
 
 
 @pytest.mark.parametrize("mode", ["mix", "Mixed", " ", None, 0])
@@ -394,7 +418,12 @@ def test_optional_numbers_can_be_none(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", sorted(set(DEFAULTS) - {*OPTIONAL, *OPTIONAL_COUNTS, *TEXTS} - {"workers", "paths", "mode", "policy"})
+    "field",
+    sorted(
+        set(DEFAULTS)
+        - {*OPTIONAL, *OPTIONAL_COUNTS, *TEXTS}
+        - {"workers", "paths", "mode", "policy", "prefill_policy", "decode_policy", "pd_dialect"}
+    ),
 )
 @pytest.mark.parametrize("value", [None, "none"])
 def test_other_numbers_cannot_be_none(field: str, value: object) -> None:

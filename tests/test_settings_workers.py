@@ -107,7 +107,7 @@ def test_mixed_mode_refuses_other_roles_of_ready_workers() -> None:
 def test_role_is_not_held_against_a_wrong_mode() -> None:
     """Where the mode itself is refused, a prefill worker isn't reported as a second mistake."""
     with pytest.raises(SettingsError) as caught:
-        RouterSettings(mode="disaggregated", workers=[{"url": "a", "role": "prefill"}])
+        RouterSettings(mode="disagregated", workers=[{"url": "a", "role": "prefill"}])
 
     assert str(caught.value).startswith("ASGI_ROUTER_MODE: ")
     assert "WORKERS" not in str(caught.value)
