@@ -1,0 +1,1 @@
+"""Tests of disaggregated mode: prefill and decode apart."""
