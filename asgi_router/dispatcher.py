@@ -54,6 +54,10 @@ class Mode(Protocol):
         """
         ...
 
+    def repeats(self, error: WorkerError) -> bool:
+        """Tell whether a request that has failed in this way may be repeated without its client's leave."""
+        ...
+
     def others(self, exchange: Exchange) -> bool:
         """Tell whether the request may be tried elsewhere, apart from whom it has tried."""
         ...
@@ -190,6 +194,8 @@ class Dispatcher:
         if isinstance(error, WorkerUnreachable):
             return True
 
+        if exchange.sent > self._settings.retry_attempts:
+            return False
         mark = self._settings.retry_safe_header
         marked = mark is not None and header(exchange.client.scope.get("headers") or (), mark.encode()) != ""
-        return marked and exchange.sent <= self._settings.retry_attempts
+        return marked or self._mode.repeats(error)

@@ -26,6 +26,15 @@ END_GRACE = 1.0
 """Seconds that the last `send` may take once the client has gone."""
 
 
+class HeldBody:
+    """The body of a request to a worker, until the prompt is forgotten: transports keep requests for much longer."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+
 class Exchange:
     """One client's request, from its upload to the end of the answer.
 
@@ -51,6 +60,7 @@ class Exchange:
 
     __slots__ = (
         "_attempt",
+        "_held",
         "_late",
         "app",
         "attempts",
@@ -91,6 +101,7 @@ class Exchange:
         self.reason: Exception | None = None
         self._attempt = self.scope
         self._late: Exception | None = None
+        self._held: list[HeldBody] = []
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -132,11 +143,24 @@ class Exchange:
         else:
             self._late = WorkerUnreachable("No connection to the worker could be made in time.")
 
+    def hold(self, body: bytes) -> HeldBody:
+        """Return what keeps the body of a request to a worker until the prompt is forgotten."""
+        self._held.append(HeldBody(body))
+        return self._held[-1]
+
     def forget_prompt(self) -> None:
         """Let the prompt go: a worker has it, and an answer may take minutes to write."""
         self.body = b""
+        for held in self._held:
+            held.content = b""
         if self.request is not None:
             self.request = self.request.without_text()
+
+    def release_prefill(self) -> None:
+        """Release the claim on the prefill worker: it isn't needed."""
+        if self.prefill is not None:
+            self.prefill.release()
+            self.prefill = None
 
     def release(self) -> None:
         """Release what is leased. Synchronous and idempotent, as the lease's own release."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asgi_router.admission import Admission
-from asgi_router.errors import RoutedTwice, WorkerBusy, WorkerTimeout
+from asgi_router.errors import RoutedTwice, WorkerBusy, WorkerError, WorkerTimeout, WorkerUnreachable
 from asgi_router.headers import retry_after
 from asgi_router.upstream.local import serve_locally
 from asgi_router.upstream.relay import close_response, relay
@@ -83,6 +83,10 @@ class Mixed:
         """Tell whether the request may be tried on another worker; see `Mode`."""
         return bool(self._others(exchange))
 
+    def repeats(self, error: WorkerError) -> bool:
+        """Tell whether a failure may be repeated on another worker; see `Mode`."""
+        return isinstance(error, WorkerUnreachable)
+
     def _others(self, exchange: Exchange) -> list[WorkerState]:
         if exchange.request is None or exchange.placed or len(exchange.tried) > self._settings.retry_attempts:
             return []
@@ -127,6 +131,7 @@ class Mixed:
         outgoing = upstream_request(
             exchange,
             lease.state.worker.url + path,
+            exchange.body,
             own_headers=self._peers.signed(exchange.ids.request_id),
             connect_timeout=self._settings.connect_timeout,
             write_timeout=self._settings.idle_timeout,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from asgi_router.disaggregated import DIALECTS
+from asgi_router.disaggregated.mode import Disaggregated
+from asgi_router.disaggregated.pairing import Pairing
 from asgi_router.fleet.health import HealthMonitor
 from asgi_router.fleet.load import LoadMonitor
 from asgi_router.fleet.register_file import read_register_file
@@ -99,8 +102,17 @@ def new_mode(
     clock: Callable[[], float],
     rng: random.Random,
     on_release: Callable[[], None],
-) -> Mixed:
+) -> Mixed | Disaggregated:
     """Return how the workers share the work."""
+    if settings.mode == "disaggregated":
+        prefill, decode = (
+            new_scheduler(settings, policy, clock, rng, on_release)
+            for policy in (settings.prefill_policy, settings.decode_policy)
+        )
+        dialect = DIALECTS[settings.pd_dialect]
+        pairing = Pairing(workers, prefill, decode, dialect, settings.pd_skip_prefill_below)
+        return Disaggregated(settings, pairing, transport)
+
     scheduler = new_scheduler(settings, settings.policy, clock, rng, on_release)
     peers = Peers(settings.peer_token.get_secret_value() if settings.peer_token else None)
     return Mixed(settings, workers, scheduler, transport, peers)
@@ -130,7 +142,9 @@ def new_load_monitor(
     Raises:
         SettingsError: the extra that reads the answers is missing.
     """
-    if settings.policy not in REMOTE_POLICIES:
+    apart = settings.mode == "disaggregated"
+    policies = (settings.prefill_policy, settings.decode_policy) if apart else (settings.policy,)
+    if REMOTE_POLICIES.isdisjoint(policies):
         return None
 
     age, interval = settings.load_max_age, settings.load_interval
@@ -138,4 +152,5 @@ def new_load_monitor(
         return LoadMonitor(workers, calls, path=settings.load_path, interval=interval, max_age=age, clock=clock)
     except ImportError:
         extra = "pip install 'asgi-router[prometheus]'"
-        raise SettingsError(f"ASGI_ROUTER_POLICY: {settings.policy} needs the extra: {extra}") from None
+        name = "PREFILL_POLICY or DECODE_POLICY" if apart else "POLICY"
+        raise SettingsError(f"ASGI_ROUTER_{name}: {', '.join(policies)} needs the extra: {extra}") from None

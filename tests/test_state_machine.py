@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from asgi_router import Router, RouterSettings, Worker
 from asgi_router.errors import AnswerCut
+from asgi_router.mixed import Mixed
 from tests.instruments.asgi_client import Exchange
 from tests.instruments.fake_worker import Script
 from tests.routed import Routed, completion_body
@@ -136,7 +137,10 @@ class RouterMachine(RuleBasedStateMachine):
     def change_policy(self, policy: str) -> None:
         """The invariant holds whatever policy chooses."""
         twin = Router(RouterSettings(policy=policy), transport=self.routed.fleet)
-        self.routed.router._mode._scheduler._policy = twin._mode._scheduler._policy
+        mine, its = self.routed.router._mode, twin._mode
+        assert isinstance(mine, Mixed)
+        assert isinstance(its, Mixed)
+        mine._scheduler._policy = its._scheduler._policy
 
     @rule(prompt=st.sampled_from(PROMPTS), content_type=st.sampled_from(CONTENT_TYPES), refused=st.integers(0, 2))
     def select(self, prompt: str, content_type: str, refused: int) -> None:

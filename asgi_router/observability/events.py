@@ -25,6 +25,8 @@ class RequestFinished:
     worker: str
     """URL of the last worker that was chosen."""
     role: str
+    prefill_worker: str
+    """URL of the worker that prefilled for it, where prefill and decode are apart."""
     reason: str
     """Why this worker: the policy's name, or what came before the policy, as in `x-router-decision`."""
     candidates: int

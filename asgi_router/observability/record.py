@@ -81,6 +81,7 @@ def finished(exchange: Exchange) -> RequestFinished:
         stream=request.stream if request else False,
         worker=lease.state.worker.url if lease else "",
         role=lease.state.worker.role.value if lease else "",
+        prefill_worker=exchange.prefill.state.worker.url if exchange.prefill else "",
         reason=lease.reason if lease else "",
         candidates=lease.candidates if lease else 0,
         attempts=exchange.attempts,

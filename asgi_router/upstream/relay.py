@@ -15,7 +15,7 @@ from asgi_router.headers import header, response_headers
 from asgi_router.upstream.transport import worker_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import httpx
 
@@ -39,11 +39,13 @@ async def relay(
     own_headers: RawHeaders,
     idle_timeout: float | None,
     send_timeout: float | None,
+    before_start: Callable[[], Awaitable[object]] | None = None,
 ) -> None:
     """Send `response` to the client of `exchange`, and close it whatever happens.
 
     The status goes out together with the first body byte: until then the worker's failure can still be told
     to the client as a clean error. The lease is released when the worker's last byte has come.
+    `before_start` is awaited ahead of that: when it returns the answer may be passed on.
 
     Raises:
         WorkerError: the worker failed; `exchange.client.started` says whether the client has seen anything.
@@ -69,10 +71,12 @@ async def relay(
             headers = [(name, value) for name, value in headers if name != b"content-length"]
 
         # First byte: the deadline is still the one that was set when the request was sent.
-        chunk = b"" if bodiless else await _read(chunks)
+        chunk = b"" if bodiless else await read_chunk(chunks)
         if chunk:
             lease.first_byte(prefilled=status < 400)
             exchange.times.first_byte = exchange.times.clock()
+        if before_start is not None:
+            await before_start()
         exchange.allow(send_timeout, gone)
         await checkpoint_if_cancelled()  # a deadline that passed in this very tick is still a clean error
         exchange.forget_prompt()
@@ -91,7 +95,7 @@ async def relay(
             if count % _CHECKPOINT_EVERY == 0:
                 await checkpoint()  # or a transport that never waits would starve the watcher
             exchange.allow(idle_timeout, late)
-            chunk = await _read(chunks)
+            chunk = await read_chunk(chunks)
 
         if missing:
             # HTTP transports notice this themselves. Servers raise over it, and their clients see no reason.
@@ -109,8 +113,12 @@ async def relay(
         await close_response(response, chunks)
 
 
-async def _read(chunks: AsyncIterator[bytes]) -> bytes:
-    """Return the next bytes of a body, or none at its end."""
+async def read_chunk(chunks: AsyncIterator[bytes]) -> bytes:
+    """Return the next bytes of a body, or none at its end.
+
+    Raises:
+        RouterError: the worker failed.
+    """
     try:
         while not (chunk := bytes(await anext(chunks))):  # bytes() of bytes is no copy
             await checkpoint()  # as in `relay`: a transport that gives nothing for ever must not stop the loop

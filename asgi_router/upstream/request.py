@@ -11,14 +11,22 @@ from asgi_router.errors import InvalidRequest
 from asgi_router.headers import request_headers
 
 if TYPE_CHECKING:
-    from asgi_router.exchange import Exchange
+    from asgi_router.exchange import Exchange, HeldBody
     from asgi_router.headers import RawHeaders
 
 
 def upstream_request(
-    exchange: Exchange, url: str, *, own_headers: RawHeaders, connect_timeout: float, write_timeout: float | None
+    exchange: Exchange,
+    url: str,
+    body: bytes,
+    *,
+    own_headers: RawHeaders,
+    connect_timeout: float,
+    write_timeout: float | None,
 ) -> httpx.Request:
     """Return the request of `exchange` for the worker's `url`, with the client's query string.
+
+    `body` is let go with the prompt (`Exchange.forget_prompt`), however long the transport keeps the request.
 
     It has the one `x-request-id` by which it is known here. Reading has no time-out here:
     the exchange's own deadline knows a first byte from a pause.
@@ -35,22 +43,22 @@ def upstream_request(
         raise InvalidRequest("The request's query string can't be forwarded.") from exc
 
     timeouts = {"connect": connect_timeout, "write": write_timeout, "read": None, "pool": None}
-    length = str(len(exchange.body)).encode()
+    length = str(len(body)).encode()
     # One id for client, log and worker: what the client calls a request may be unfit, or not what its body says.
     headers = [header for header in request_headers(scope) if header[0] != b"x-request-id"]
     headers += [(b"host", target.netloc), (b"content-length", length), *own_headers]
     headers.append((b"x-request-id", exchange.ids.request_id.encode()))
-    return httpx.Request("POST", target, headers=headers, stream=_Body(exchange), extensions={"timeout": timeouts})
+    return httpx.Request(
+        "POST", target, headers=headers, stream=_Body(exchange.hold(body)), extensions={"timeout": timeouts}
+    )
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body that the exchange holds, and no longer than that: transports keep the request until the answer's end."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, held: HeldBody) -> None:
+        self._held = held
 
     def __aiter__(self) -> _Chunk:
-        return _Chunk(self._exchange.body)
+        return _Chunk(self._held.content)
 
 
 class _Chunk:

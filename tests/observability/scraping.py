@@ -28,6 +28,7 @@ FINISHED = RequestFinished(
     stream=False,
     worker=WORKER,
     role="mixed",
+    prefill_worker="",
     reason="prefill_cost",
     candidates=2,
     attempts=1,

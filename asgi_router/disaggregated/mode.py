@@ -1,0 +1,208 @@
+"""Owns disaggregated mode: one worker prefills a request and another one decodes it, each under a lease of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import anyio
+
+from asgi_router.admission import Admission
+from asgi_router.disaggregated import DIALECTS
+from asgi_router.disaggregated.prefill_leg import PrefillLeg
+from asgi_router.errors import WorkerError, WorkerTimeout
+from asgi_router.headers import retry_after
+from asgi_router.mixed import BUSY, note_status
+from asgi_router.upstream.relay import CLOSE_GRACE, close_response, read_chunk, relay
+from asgi_router.upstream.request import upstream_request
+from asgi_router.upstream.transport import open_response
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import httpx
+
+    from asgi_router.disaggregated.dialect import Dialect
+    from asgi_router.disaggregated.pairing import Pair, Pairing
+    from asgi_router.exchange import Exchange
+    from asgi_router.headers import RawHeaders
+    from asgi_router.scheduling.lease import Lease
+    from asgi_router.settings import RouterSettings
+
+MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
+"""A prefill worker's answer that has to be read whole holds one token, and the addresses of what is in its cache."""
+
+
+class Disaggregated:
+    """Chooses a pair of workers for a request, and asks both.
+
+    Args:
+        settings: the router's.
+        pairing: chooses.
+        transport: how requests reach the workers.
+
+    Attributes:
+        admission: gives a request its pair of leases, or lets it wait for one.
+    """
+
+    def __init__(self, settings: RouterSettings, pairing: Pairing, transport: httpx.AsyncBaseTransport) -> None:
+        self._settings = settings
+        self._pairing = pairing
+        self._transport = transport
+        self._dialect = DIALECTS[settings.pd_dialect]
+        self.admission: Admission[Pair] = Admission(
+            pairing.select, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout
+        )
+
+    async def choose(self, exchange: Exchange) -> None:
+        """Lease a pair for the request; see `Mode`."""
+        assert exchange.request is not None  # it was read before a worker is asked
+        pair = await self.admission.acquire(exchange.request, exchange.times, exchange.tried)
+        exchange.prefill, exchange.lease = pair.prefill, pair.decode
+
+    def others(self, exchange: Exchange) -> bool:
+        """Tell whether another pair may be tried; see `Mode`."""
+        if exchange.request is None or len(exchange.tried) > self._settings.retry_attempts:
+            return False
+        return self._pairing.others(exchange.request, exchange.tried)
+
+    def repeats(self, error: WorkerError) -> bool:
+        """Tell whether a failure may be repeated with another pair; see `Mode`. One of time may not: it may go on."""
+        return not isinstance(error, WorkerTimeout)
+
+    async def ask(self, exchange: Exchange, path: str) -> None:
+        """Send the request to both workers, and pass the decode worker's answer on; see `Mode`."""
+        prefill, decode = exchange.prefill, exchange.lease
+        assert decode is not None  # it was chosen
+        exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The workers did not answer in time."))
+        dialect = self._dialect()
+        first = None
+        if prefill is not None:
+            workers = prefill.state.worker, decode.state.worker
+            first = dialect.prefill_body(exchange.body, *workers, exchange.ids.request_id)
+        if prefill is None or first is None:
+            exchange.release_prefill()
+            await self._decode(exchange, path, decode, exchange.body)
+        elif dialect.prefill_first:
+            await self._ask_in_turn(exchange, path, prefill, decode, dialect, first)
+        else:
+            await self._ask_both(exchange, path, prefill, decode, dialect, first)
+
+    async def _ask_in_turn(
+        self, exchange: Exchange, path: str, prefill: Lease, decode: Lease, dialect: Dialect, first: bytes
+    ) -> None:
+        exchange.blamed = prefill
+        response = await open_response(self._transport, self._request(exchange, path, prefill, first))
+        if response.status_code >= 400:
+            await self._pass_on(response, exchange, prefill)
+            return
+
+        answer = await self._read_whole(response, prefill)
+        second = dialect.decode_body(
+            exchange.body, prefill.state.worker, decode.state.worker, exchange.ids.request_id, answer
+        )
+        exchange.blamed = None
+        await self._decode(exchange, path, decode, second)
+
+    async def _ask_both(
+        self, exchange: Exchange, path: str, prefill: Lease, decode: Lease, dialect: Dialect, first: bytes
+    ) -> None:
+        """Ask both at once. The first leg to fail ends the other."""
+        second = dialect.decode_body(
+            exchange.body, prefill.state.worker, decode.state.worker, exchange.ids.request_id, b""
+        )
+        leg = PrefillLeg(self._transport, self._request(exchange, path, prefill, first), exchange, prefill)
+        failure: Exception | None = None
+        exchange.blamed = prefill  # if time runs out; when it is accepted it isn't to blame any more
+        try:
+            async with anyio.create_task_group() as legs:
+                legs.start_soon(leg.run, legs.cancel_scope)
+                try:
+                    await self._decode(exchange, path, decode, second, prefilled=leg.accepted.wait)
+                    with anyio.move_on_after(CLOSE_GRACE):
+                        await leg.ended.wait()  # a connection that is read to its end can be used again
+                except Exception as exc:  # carried out by hand: a task group would wrap it
+                    failure = exc
+                legs.cancel_scope.cancel()
+
+            exchange.blamed = prefill if leg.refusal or leg.failure else None
+            if leg.refusal is not None:
+                await self._pass_on(leg.refusal, exchange, prefill)
+            elif leg.failure is not None:
+                raise leg.failure
+            elif failure is not None:
+                raise failure
+        finally:
+            failure = None
+            if leg.refusal is not None:
+                await close_response(leg.refusal)
+
+    async def _decode(
+        self,
+        exchange: Exchange,
+        path: str,
+        decode: Lease,
+        body: bytes,
+        prefilled: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        response = await open_response(self._transport, self._request(exchange, path, decode, body), exchange.progress)
+        # An error is passed on at once. Anything else may still turn out to be the prefill worker's failure.
+        await self._pass_on(response, exchange, decode, prefilled if response.status_code < 400 else None)
+
+    async def _pass_on(
+        self,
+        response: httpx.Response,
+        exchange: Exchange,
+        lease: Lease,
+        before_start: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        if response.status_code in BUSY:
+            lease.state.breaker.back_off(retry_after(response.headers.raw))
+        await relay(
+            response,
+            exchange,
+            lease,
+            own_headers=decision_headers(exchange) if self._settings.decision_headers else [],
+            idle_timeout=self._settings.idle_timeout,
+            send_timeout=self._settings.send_timeout,
+            before_start=before_start,
+        )
+        note_status(lease, response.status_code)
+
+    def _request(self, exchange: Exchange, path: str, lease: Lease, body: bytes) -> httpx.Request:
+        return upstream_request(
+            exchange,
+            lease.state.worker.url + path,
+            body,
+            own_headers=[],
+            connect_timeout=self._settings.connect_timeout,
+            write_timeout=self._settings.idle_timeout,
+        )
+
+    @staticmethod
+    async def _read_whole(response: httpx.Response, lease: Lease) -> bytes:
+        answer = bytearray()
+        chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
+        try:
+            while chunk := await read_chunk(chunks):
+                lease.first_byte(prefilled=True)
+                answer += chunk
+                if len(answer) > MAX_PREFILL_ANSWER_BYTES:
+                    raise WorkerError("The prefill worker's answer is too large.")
+            lease.succeeded()
+        finally:
+            lease.release()
+            await close_response(response, chunks)
+        return bytes(answer)
+
+
+def decision_headers(exchange: Exchange) -> RawHeaders:
+    """Return what a client is told of the choice: who, why, and by which id it can be found in log and workers."""
+    decode, prefill = exchange.lease, exchange.prefill
+    assert decode is not None  # it was chosen
+    headers = [(b"x-router-decode-url", decode.state.worker.url.encode())]
+    why = f"decode={decode.reason}; candidates={decode.candidates}; attempt={exchange.attempts}"
+    if prefill is not None:
+        headers.insert(0, (b"x-router-prefill-url", prefill.state.worker.url.encode()))
+        cached = f"cached={prefill.cached_tokens}/{prefill.prefill_tokens}"
+        why = f"prefill={prefill.reason}; candidates={prefill.candidates}; {cached}; {why}"
+    return [*headers, (b"x-router-decision", why.encode()), (b"x-request-id", exchange.ids.request_id.encode())]

@@ -1,0 +1,91 @@
+"""Owns the choice of two workers that serve a request together: both are leased in one step, or none is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asgi_router.worker import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from asgi_router.disaggregated.dialect import Dialect
+    from asgi_router.extraction import CompletionRequest
+    from asgi_router.scheduling.lease import Lease
+    from asgi_router.scheduling.scheduler import Scheduler
+    from asgi_router.scheduling.state import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A request's claim on a prefill and a decode worker."""
+
+    prefill: Lease | None
+    """None: the decode worker prefills the little that it doesn't hold."""
+    decode: Lease
+
+    def release(self) -> None:
+        """Give back both, as `Lease.release`."""
+        if self.prefill is not None:
+            self.prefill.release()
+        self.decode.release()
+
+
+class Pairing:
+    """Chooses pairs. Nothing in it awaits.
+
+    Args:
+        workers: the fleet.
+        prefill: chooses among the prefill workers.
+        decode: chooses among the decode workers.
+        dialect: says who fits whom, and whether decode workers can do without the others.
+        skip_below: uncached tokens on the decode worker below which they do; 0: never.
+    """
+
+    def __init__(
+        self,
+        workers: Collection[WorkerState],
+        prefill: Scheduler,
+        decode: Scheduler,
+        dialect: Callable[[], Dialect],
+        skip_below: int,
+    ) -> None:
+        self._workers = workers
+        self._prefill = prefill
+        self._decode = decode
+        self._dialect = dialect()
+        self._skip_below = skip_below if self._dialect.decodes_alone else 0
+
+    def select(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> Pair:
+        """Choose a pair for `request`, apart from the workers that it has tried, and count it on both.
+
+        Raises:
+            UnknownModel, AllBusy, NoWorker: as `Scheduler.select`, of either role. Nothing is counted then.
+        """
+        if self._skip_below:
+            decode = self._decode.select(self.of(Role.DECODE), request, exclude=exclude)
+            if decode.uncached_tokens < self._skip_below:
+                return Pair(None, decode)
+            decode.release()
+
+        prefill = self._prefill.select(self.of(Role.PREFILL), request, exclude=exclude)
+        try:
+            fitting = [
+                state for state in self.of(Role.DECODE) if self._dialect.fits(prefill.state.worker, state.worker)
+            ]
+            return Pair(prefill, self._decode.select(fitting, request, exclude=exclude))
+        except BaseException:
+            prefill.release()
+            raise
+
+    def others(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> bool:
+        """Tell whether there are workers of both roles that could take `request`."""
+        return all(
+            scheduler.able(self.of(role), request, exclude=exclude)
+            for scheduler, role in ((self._prefill, Role.PREFILL), (self._decode, Role.DECODE))
+        )
+
+    def of(self, role: Role) -> list[WorkerState]:
+        """Return the workers of a role."""
+        return [state for state in self._workers if state.worker.role is role]
