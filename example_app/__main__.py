@@ -1,6 +1,6 @@
-"""Owns the demonstration: two workers, the app in front of them, and the end of all three.
+"""Owns the demonstration: its workers, the app in front of them, and the end of them all.
 
-python -m example_app [--port 8000] [--workers 2] [--simulated]
+python -m example_app [--port 8000] [--workers 2] [--simulated | --disaggregated]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import json
 import logging
 import os
 import signal
@@ -36,6 +37,13 @@ curl {url}/v1/chat/completions {key}-H 'content-type: application/json' -d '
 curl -N {url}/v1/chat/completions {key}-H 'content-type: application/json' -d '
   {{"model": "tiny", "max_tokens": 16, "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
 
+{special}
+
+# What the router has in flight
+curl {key}{url}/router-stats
+"""
+
+CACHE = """
 # A long prompt, twice: the second time it goes to the worker that has it in its cache
 LONG=$(printf 'A cache remembers what it has read. %.0s' $(seq 100))
 for turn in 1 2; do
@@ -43,9 +51,13 @@ for turn in 1 2; do
     -d "{{\\"model\\": \\"tiny\\", \\"max_tokens\\": 4, \\"prompt\\": \\"$LONG\\"}}" |
     grep -oE 'x-router-worker: [^[:space:]]*|"cached_tokens": ?[0-9]+'
 done
+"""
 
-# What the router has in flight
-curl {key}{url}/router-stats
+PAIR = """
+# Which two workers served it; what is cached for the second one has been handed over by the first one
+curl -si {url}/v1/completions {key}-H 'content-type: application/json' -d '
+  {{"model": "tiny", "max_tokens": 4, "prompt": "Each of you does one half of the work"}}' |
+  grep -oE 'x-router-(prefill|decode)-url: [^[:space:]]*|"cached_tokens": ?[0-9]+'
 """
 
 
@@ -64,7 +76,7 @@ def main() -> int:
 
     with listener:
         try:
-            demonstrate(listener, options.workers, simulated=options.simulated)
+            demonstrate(listener, options.workers, simulated=options.simulated, disaggregated=options.disaggregated)
         except (SettingsError, WorkerFailed) as exc:
             print(exc, file=sys.stderr)
             return 1
@@ -75,16 +87,27 @@ def main() -> int:
     return 0
 
 
-def demonstrate(listener: socket.socket, count: int, *, simulated: bool) -> None:
-    """Serve the app on `listener`, with `count` workers behind it, until a signal comes."""
-    command = worker_command(simulated=simulated)
-    ports = free_ports(count)
+def demonstrate(listener: socket.socket, count: int, *, simulated: bool, disaggregated: bool) -> None:
+    """Serve the app on `listener`, with `count` workers behind it, until a signal comes.
+
+    When `disaggregated`, these decode, and one more prefills.
+    """
+    command = worker_command(simulated=simulated, disaggregated=disaggregated)
+    ports = free_ports(count + disaggregated)
     urls = [f"http://{HOST}:{port}" for port in ports]
+    commands = [[*command, "--host", HOST, "--port", str(port)] for port in ports]
     os.environ["ASGI_ROUTER_WORKERS"] = ",".join(urls)
     os.environ["ASGI_ROUTER_DECISION_HEADERS"] = "true"
+    if disaggregated:
+        roles = ["prefill", *["decode"] * count]
+        commands = [[*command, "--role", role] for command, role in zip(commands, roles, strict=True)]
+        described = [{"url": url, "role": role} for url, role in zip(urls, roles, strict=True)]
+        os.environ["ASGI_ROUTER_WORKERS"] = json.dumps(described)
+        os.environ["ASGI_ROUTER_MODE"] = "disaggregated"
+        os.environ["ASGI_ROUTER_PD_DIALECT"] = "vllm"
     from example_app.app import api_keys, app  # only now: it reads the environment
 
-    with running([[*command, "--host", HOST, "--port", str(port)] for port in ports]) as workers:
+    with running(commands) as workers:
         for worker, url in zip(workers, urls, strict=True):
             wait_until_healthy(worker, url, timeout=READY_SECONDS)
 
@@ -93,7 +116,8 @@ def demonstrate(listener: socket.socket, count: int, *, simulated: bool) -> None
             say("EXAMPLE_API_KEYS is not set: everyone on this machine is let in without a key.")
         url = f"http://{HOST}:{listener.getsockname()[1]}"
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
-        Server(config, INTRODUCTION.format(url=url, key=key)).run(sockets=[listener])
+        special = (PAIR if disaggregated else CACHE).strip().format(url=url, key=key)
+        Server(config, INTRODUCTION.format(url=url, key=key, special=special)).run(sockets=[listener])
 
 
 class Server(uvicorn.Server):
@@ -109,9 +133,11 @@ class Server(uvicorn.Server):
             say(self._introduction)
 
 
-def worker_command(*, simulated: bool) -> list[str]:
+def worker_command(*, simulated: bool, disaggregated: bool = False) -> list[str]:
     """Return the command that runs a worker, up to its address: llama.cpp if possible."""
-    if not simulated:
+    if disaggregated:
+        say("llama.cpp can't prefill and decode apart. These workers speak as vLLM's do, and hand over a number.")
+    elif not simulated:
         try:
             importlib.import_module("xllamacpp")
             from example_app.tiny_model import ensure_tiny_model
@@ -140,6 +166,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m example_app", description="The router, tried on one machine.")
     parser.add_argument("--port", type=port, default=8000, help="port on 127.0.0.1; 0 takes a free one")
     parser.add_argument("--workers", type=count, default=2, help="how many workers to start, 1 to 16")
+    parser.add_argument("--disaggregated", action="store_true", help="one worker more, which prefills for the others")
     parser.add_argument("--simulated", action="store_true", help="no llama.cpp: workers with canned answers")
     return parser.parse_args()
 

@@ -1,9 +1,10 @@
 """Owns a stand-in worker, for machines where llama.cpp's wheel does not install: no model, canned answers.
 
-    python -m example_app.simulated_worker --port 9001
+    python -m example_app.simulated_worker --port 9001 [--role prefill]
 
 It speaks the OpenAI API as far as the example needs, and counts a word as a token. What it does have is a
-prefix cache, so routing shows here too. Every answer says that it is simulated.
+prefix cache, so routing shows here too. Every answer says that it is simulated. With a role it is one half of
+a worker, in vLLM's dialect: asked to prefill, it says where the cache is; told that, it fetches it and decodes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from example_app.parent import stop_when_stdin_closes
+from example_app.simulated_hand_over import HandOver, fetch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -80,11 +82,13 @@ class CountAnswers:
 
 def create_app() -> Starlette:
     """Return a simulated worker as an ASGI app, with an empty cache of its own."""
+    hand_over = HandOver()
     app = Starlette(
         routes=[
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/v1/models", models),
+            Route("/kv/{key}", hand_over.give),
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/chat/completions", complete, methods=["POST"]),
         ],
@@ -92,6 +96,7 @@ def create_app() -> Starlette:
     )
     app.state.cache = PrefixCache()
     app.state.answering = 0
+    app.state.hand_over = hand_over
     return app
 
 
@@ -118,17 +123,21 @@ async def complete(request: Request) -> Response:
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_ANSWER_TOKENS
         words = [*itertools.islice(itertools.cycle(ANSWER.split()), min(int(limit), MAX_ANSWER_TOKENS))]
         include_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        transfer = dict(body.get("kv_transfer_params") or {})
     except (AttributeError, KeyError, TypeError, ValueError):
         message = "expected a JSON object with a prompt or messages"
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": error}, status_code=400)
 
     prompt_tokens = (prompt if isinstance(prompt, str) else json.dumps(prompt)).split()
+    cached = request.app.state.cache.read(prompt_tokens)
+    if transfer.get("do_remote_prefill"):
+        cached = max(cached, await fetch(transfer))
     usage = {
         "prompt_tokens": len(prompt_tokens),
         "completion_tokens": len(words),
         "total_tokens": len(prompt_tokens) + len(words),
-        "prompt_tokens_details": {"cached_tokens": request.app.state.cache.read(prompt_tokens)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
     envelope: dict[str, object] = {
         "id": "simulated-1",
@@ -145,7 +154,10 @@ async def complete(request: Request) -> Response:
     text = " ".join(words)
     content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     choice = {"index": 0, "finish_reason": "length", **content}
-    return JSONResponse({**envelope, "choices": [choice], "usage": usage})
+    answer = {**envelope, "choices": [choice], "usage": usage}
+    if transfer.get("do_remote_decode"):
+        answer["kv_transfer_params"] = request.app.state.hand_over.offer(request, len(prompt_tokens))
+    return JSONResponse(answer)
 
 
 async def _events(
@@ -172,12 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m example_app.simulated_worker", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--role", choices=["mixed", "prefill", "decode"], default="mixed", help="shown, no more")
     parser.add_argument("--until-stdin-closes", action="store_true", help="end with the launcher")
     options = parser.parse_args()
 
     if options.until_stdin_closes:
         stop_when_stdin_closes()
-    print(f"simulated worker (no model behind it): http://{options.host}:{options.port}", flush=True)
+    kind = "worker" if options.role == "mixed" else f"{options.role} worker"
+    print(f"simulated {kind} (no model behind it): http://{options.host}:{options.port}", flush=True)
     uvicorn.run(create_app(), host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=1)
 
 

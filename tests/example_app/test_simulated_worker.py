@@ -112,3 +112,34 @@ def test_it_tells_how_busy_it_is(http: TestClient) -> None:
         while read_load(http.get("/metrics").content) != Load(1, 0):
             assert not answer.done()
     assert read_load(http.get("/metrics").content) == Load(0, 0)
+
+
+def test_it_hands_a_prompt_over_once(http: TestClient) -> None:
+    """Asked to prefill, it says where the prompt is to be had, and gives it away to the first who comes."""
+    answer = http.post("/v1/completions", json={"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}})
+    where = answer.json()["kv_transfer_params"]
+    key = where["remote_request_id"]
+
+    assert (where["remote_host"], where["remote_port"]) == ("testserver", 80)
+    assert http.get(f"/kv/{key}").json() == {"tokens": 8}
+    assert http.get(f"/kv/{key}").status_code == 404
+
+
+@pytest.mark.parametrize("where", [{}, {"remote_host": "]", "remote_port": 1}, {"remote_request_id": []}])
+def test_what_is_not_handed_over_is_computed(http: TestClient, where: dict[str, object]) -> None:
+    """A decode worker that can't fetch the prompt reads it itself, as it does when it was told nothing."""
+    params = {"do_remote_prefill": True, "remote_request_id": "k", **where}
+    answer = http.post("/v1/completions", json={"prompt": PROMPT, "kv_transfer_params": params})
+
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_what_nobody_fetches_is_not_kept_for_ever(http: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many prompts wait to be fetched: the oldest go first."""
+    monkeypatch.setattr("example_app.simulated_hand_over.MOST_KEPT", 1)
+    body = {"prompt": PROMPT, "kv_transfer_params": {"do_remote_decode": True}}
+    first, second = (http.post("/v1/completions", json=body).json()["kv_transfer_params"] for _ in range(2))
+
+    assert http.get(f"/kv/{first['remote_request_id']}").status_code == 404
+    assert http.get(f"/kv/{second['remote_request_id']}").status_code == 200
