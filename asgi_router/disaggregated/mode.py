@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.lease import Lease
     from asgi_router.settings import RouterSettings
 
-MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_PREFILL_ANSWER_BYTES = 1024 * 1024
 """A prefill worker's answer that has to be read whole holds one token, and the addresses of what is in its cache."""
 
 
@@ -75,13 +75,12 @@ class Disaggregated:
         assert decode is not None  # it was chosen
         exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The workers did not answer in time."))
         dialect = self._dialect()
-        first = None
-        if prefill is not None:
-            workers = prefill.state.worker, decode.state.worker
-            first = dialect.prefill_body(exchange.body, *workers, exchange.ids.request_id)
+        workers = (prefill or decode).state.worker, decode.state.worker
+        first = prefill and dialect.prefill_body(exchange.body, *workers, exchange.ids.request_id)
         if prefill is None or first is None:
             exchange.release_prefill()
-            await self._decode(exchange, path, decode, exchange.body)
+            alone = dialect.decode_body(exchange.body, *workers, exchange.ids.request_id, b"")
+            await self._decode(exchange, path, decode, alone)
         elif dialect.prefill_first:
             await self._ask_in_turn(exchange, path, prefill, decode, dialect, first)
         else:
@@ -173,7 +172,8 @@ class Disaggregated:
             exchange,
             lease.state.worker.url + path,
             body,
-            own_headers=[],
+            # What a prefill worker answers is read here, or by nobody.
+            own_headers=[(b"accept-encoding", b"identity")] if lease is exchange.prefill else [],
             connect_timeout=self._settings.connect_timeout,
             write_timeout=self._settings.idle_timeout,
         )

@@ -45,7 +45,8 @@ def upstream_request(
     timeouts = {"connect": connect_timeout, "write": write_timeout, "read": None, "pool": None}
     length = str(len(body)).encode()
     # One id for client, log and worker: what the client calls a request may be unfit, or not what its body says.
-    headers = [header for header in request_headers(scope) if header[0] != b"x-request-id"]
+    replaced = {b"x-request-id", *(name for name, _ in own_headers)}
+    headers = [header for header in request_headers(scope) if header[0] not in replaced]
     headers += [(b"host", target.netloc), (b"content-length", length), *own_headers]
     headers.append((b"x-request-id", exchange.ids.request_id.encode()))
     return httpx.Request(
