@@ -76,7 +76,9 @@ class Disaggregated:
         exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The workers did not answer in time."))
         dialect = self._dialect()
         workers = (prefill or decode).state.worker, decode.state.worker
-        first = prefill and dialect.prefill_body(exchange.body, *workers, exchange.ids.request_id)
+        first = None
+        if prefill is not None:
+            first = dialect.prefill_body(exchange.body, *workers, exchange.ids.request_id)
         if prefill is None or first is None:
             exchange.release_prefill()
             alone = dialect.decode_body(exchange.body, *workers, exchange.ids.request_id, b"")
