@@ -12,7 +12,7 @@ from asgi_router.disaggregated.prefill_leg import PrefillLeg
 from asgi_router.errors import WorkerError, WorkerTimeout
 from asgi_router.headers import retry_after
 from asgi_router.mixed import BUSY, note_status
-from asgi_router.upstream.relay import CLOSE_GRACE, close_response, read_chunk, relay
+from asgi_router.upstream.relay import close_response, read_chunk, relay
 from asgi_router.upstream.request import upstream_request
 from asgi_router.upstream.transport import open_response
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 MAX_PREFILL_ANSWER_BYTES = 1024 * 1024
 """A prefill worker's answer that has to be read whole holds one token, and the addresses of what is in its cache."""
+
+REST_GRACE = 0.5
+"""Seconds for the rest of a prefill worker's answer once the client has its own. Less than `exchange.END_GRACE`: a
+client that leaves meanwhile has got what it wanted."""
 
 
 class Disaggregated:
@@ -94,7 +98,7 @@ class Disaggregated:
         exchange.blamed = prefill
         response = await open_response(self._transport, self._request(exchange, path, prefill, first))
         if response.status_code >= 400:
-            await self._pass_on(response, exchange, prefill)
+            await self._pass_on_refusal(response, exchange, prefill)
             return
 
         answer = await self._read_whole(response, prefill)
@@ -118,8 +122,9 @@ class Disaggregated:
             async with anyio.create_task_group() as legs:
                 legs.start_soon(leg.run, legs.cancel_scope)
                 try:
-                    await self._decode(exchange, path, decode, second, prefilled=leg.accepted.wait)
-                    with anyio.move_on_after(CLOSE_GRACE):
+                    await self._decode(exchange, path, decode, second, leg)
+                    exchange.allow(None, late=WorkerTimeout("Nothing is late any more."))
+                    with anyio.move_on_after(REST_GRACE):
                         await leg.ended.wait()  # a connection that is read to its end can be used again
                 except Exception as exc:  # carried out by hand: a task group would wrap it
                     failure = exc
@@ -127,7 +132,7 @@ class Disaggregated:
 
             exchange.blamed = prefill if leg.refusal or leg.failure else None
             if leg.refusal is not None:
-                await self._pass_on(leg.refusal, exchange, prefill)
+                await self._pass_on_refusal(leg.refusal, exchange, prefill)
             elif leg.failure is not None:
                 raise leg.failure
             elif failure is not None:
@@ -143,11 +148,21 @@ class Disaggregated:
         path: str,
         decode: Lease,
         body: bytes,
-        prefilled: Callable[[], Awaitable[object]] | None = None,
+        leg: PrefillLeg | None = None,
     ) -> None:
         response = await open_response(self._transport, self._request(exchange, path, decode, body), exchange.progress)
-        # An error is passed on at once. Anything else may still turn out to be the prefill worker's failure.
-        await self._pass_on(response, exchange, decode, prefilled if response.status_code < 400 else None)
+        if leg is not None and response.status_code >= 400:
+            # Passed on at once. Anything else may still turn out to be the prefill worker's failure.
+            exchange.blamed = None
+            leg.stop()
+            leg = None
+        await self._pass_on(response, exchange, decode, None if leg is None else leg.accepted.wait)
+
+    async def _pass_on_refusal(self, response: httpx.Response, exchange: Exchange, prefill: Lease) -> None:
+        """Pass on a prefill worker's error. Nothing is decoded then."""
+        if exchange.lease is not None:
+            exchange.lease.release()
+        await self._pass_on(response, exchange, prefill)
 
     async def _pass_on(
         self,

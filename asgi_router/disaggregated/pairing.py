@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asgi_router.errors import AllBusy
 from asgi_router.worker import Role
 
 if TYPE_CHECKING:
@@ -67,24 +68,54 @@ class Pairing:
             decode = self._decode.select(self.of(Role.DECODE), request, exclude=exclude)
             if decode.uncached_tokens < self._skip_below:
                 return Pair(None, decode)
-            decode.release()
+            return self._completed(decode, request, exclude)
 
-        prefill = self._prefill.select(self.of(Role.PREFILL), request, exclude=exclude)
+        prefill = self._prefill.select(self._prefills_with_partner(request, exclude), request, exclude=exclude)
         try:
-            fitting = [
-                state for state in self.of(Role.DECODE) if self._dialect.fits(prefill.state.worker, state.worker)
-            ]
+            fitting = [state for state in self.of(Role.DECODE) if self._fit(prefill.state, state)]
             return Pair(prefill, self._decode.select(fitting, request, exclude=exclude))
         except BaseException:
             prefill.release()
             raise
 
+    def _completed(self, decode: Lease, request: CompletionRequest, exclude: Collection[WorkerState]) -> Pair:
+        # With this decode worker, not with one that is chosen anew: a policy that takes turns has taken this one.
+        try:
+            fitting = [state for state in self.of(Role.PREFILL) if self._fit(state, decode.state)]
+            return Pair(self._prefill.select(fitting, request, exclude=exclude), decode)
+        except BaseException:
+            decode.release()
+            raise
+
+    def _prefills_with_partner(
+        self, request: CompletionRequest, exclude: Collection[WorkerState]
+    ) -> Collection[WorkerState]:
+        """Return the prefill workers that a decode worker fits which can take `request`, now if there is one.
+
+        Without any, all of them: the choice of a decode worker then says what is missing.
+
+        Raises:
+            AllBusy: all decode workers are full. Said here, since a prefill worker that is leased and given back looks
+                like a free place to those who wait.
+        """
+        prefills, able = self.of(Role.PREFILL), self._decode.able(self.of(Role.DECODE), request, exclude=exclude)
+        at_hand = [state for state in able if state.breaker.admits] or able
+        ready = [state for state in at_hand if self._decode.has_room(state)]
+        if able and not ready and prefills:
+            raise AllBusy("All workers are busy.")
+        for decodes in (ready, able):
+            if found := [prefill for prefill in prefills if any(self._fit(prefill, decode) for decode in decodes)]:
+                return found
+        return prefills
+
+    def _fit(self, prefill: WorkerState, decode: WorkerState) -> bool:
+        return self._dialect.fits(prefill.worker, decode.worker)
+
     def others(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> bool:
-        """Tell whether there are workers of both roles that could take `request`."""
-        return all(
-            scheduler.able(self.of(role), request, exclude=exclude)
-            for scheduler, role in ((self._prefill, Role.PREFILL), (self._decode, Role.DECODE))
-        )
+        """Tell whether there is a pair that could take `request`, or a decode worker that may do so alone."""
+        decodes = self._decode.able(self.of(Role.DECODE), request, exclude=exclude)
+        prefills = self._prefill.able(self.of(Role.PREFILL), request, exclude=exclude)
+        return any(self._fit(prefill, decode) for prefill in prefills for decode in decodes)
 
     def of(self, role: Role) -> list[WorkerState]:
         """Return the workers of a role."""

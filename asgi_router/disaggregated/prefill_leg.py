@@ -28,7 +28,7 @@ class PrefillLeg:
         request: what is sent.
         exchange: whose leg it is.
         lease: on the prefill worker; released at the first byte of a stream, at the end of another answer, and on
-            every other way out.
+            every other way out but a refusal, which is still to be read.
 
     Attributes:
         accepted: its head is there, and good: the decode worker's answer may be passed on.
@@ -44,21 +44,31 @@ class PrefillLeg:
         self._request: httpx.Request | None = request
         self._exchange = exchange
         self._lease = lease
+        self._scope = anyio.CancelScope()
         self.accepted = anyio.Event()
         self.ended = anyio.Event()
         self.refusal: httpx.Response | None = None
         self.failure: RouterError | None = None
 
+    def stop(self) -> None:
+        """End it: the decode worker has refused the request."""
+        self._scope.cancel()
+
     async def run(self, both: anyio.CancelScope) -> None:
         """Send the request and read the answer. If it fails while the client has seen nothing, end `both` legs."""
+        with self._scope:
+            await self._run(both)
+
+    async def _run(self, both: anyio.CancelScope) -> None:
         response: httpx.Response | None = None
         try:
             assert self._request is not None
             request, self._request = self._request, None
             response = await open_response(self._transport, request)
             if response.status_code >= 400:
-                self.refusal, response = response, None
-                both.cancel()
+                if not self._exchange.client.started:  # with the decode worker's own refusal, just now
+                    self.refusal, response = response, None
+                    both.cancel()
                 return
 
             self.accepted.set()
@@ -67,12 +77,14 @@ class PrefillLeg:
         except RouterError as error:
             if self._exchange.client.started:
                 # The decode worker has what it needs, or will fail by itself.
+                self._lease.failed()
                 logger.warning("%s: %s, after the answer had begun", self._lease.state.worker.url, error.code)
             else:
                 self.failure = error
                 both.cancel()
         finally:
-            self._lease.release()
+            if self.refusal is None:
+                self._lease.release()
             self.ended.set()
             if response is not None:
                 await close_response(response)
