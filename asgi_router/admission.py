@@ -99,14 +99,12 @@ class Admission(Generic[Claim]):
             times.selecting += times.clock() - began
 
         began = times.clock()
-        if times.waits_since is None:
-            times.waits_since = began
         exclude.clear()
         waiter: _Waiter[Claim] = _Waiter(request)
         self._queue.append(waiter)
         try:
-            # From its first wait on: a worker that it waits for may refuse it, and then it waits again.
-            with anyio.move_on_after(times.waits_since + self._queue_timeout - began):
+            # All its waits together: a worker that it waits for may refuse it, and then it waits again.
+            with anyio.move_on_after(self._queue_timeout - times.queued):
                 while not waiter.served.is_set():
                     with anyio.move_on_after(LOOK_EVERY):
                         await waiter.served.wait()

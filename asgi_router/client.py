@@ -12,6 +12,8 @@ from asgi_router.errors import AnswerCut, BodyTooLarge, RouterError
 from asgi_router.headers import is_event_stream
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.types import Message, Receive, Scope, Send
 
     from asgi_router.headers import RawHeaders
@@ -105,13 +107,13 @@ class Client:
         # Host middleware that replays the body for ever: from it we will never hear of a disconnect.
         await sleep_forever()
 
-    async def forward(self, message: Message) -> None:
-        """Send a message of the wrapped app's, as it is."""
+    async def forward(self, message: Message, *, last: bool) -> None:
+        """Send a message of the wrapped app's, as it is; `last` if it ends the answer."""
         if message["type"] == "http.response.start":
             self._begin(message["status"], list(message["headers"]))
-        elif message["type"] == "http.response.body":
+        else:
             self._last.append(message.get("body", b""))
-            self.finished = not message.get("more_body", False)
+            self.finished = self.finished or last
         await self._deliver(message)
 
     async def start(self, status: int, headers: RawHeaders) -> None:
@@ -131,11 +133,11 @@ class Client:
         self._last.append(chunk)
         await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
 
-    async def fail(self, error: RouterError) -> None:
-        """Send an OpenAI-shaped error as the whole answer."""
+    async def fail(self, error: RouterError, own_headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Send an OpenAI-shaped error as the whole answer, with these headers."""
         body = error.body()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await self.start(error.status, [*headers, *error.headers])
+        await self.start(error.status, [*headers, *error.headers, *own_headers])
         await self.end(body)
 
     async def cut(self, error: RouterError) -> None:

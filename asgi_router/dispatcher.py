@@ -15,21 +15,28 @@ from anyio.lowlevel import checkpoint
 from asgi_router.client import ClientGone
 from asgi_router.errors import (
     InvalidRequest,
+    NoWorker,
     RequestAborted,
+    RoutedTwice,
     RouterError,
     WorkerBusy,
     WorkerError,
     WorkerUnreachable,
 )
 from asgi_router.extraction import extract
-from asgi_router.headers import header
+from asgi_router.headers import header, routers_passed
+from asgi_router.mixed import note_failure
 
 if TYPE_CHECKING:
     from asgi_router.exchange import Exchange
+    from asgi_router.headers import RawHeaders
     from asgi_router.settings import RouterSettings
 
 ERROR_GRACE = 5.0
 """Seconds that a client may take to accept an error. Nobody listens for its leaving meanwhile."""
+
+MAX_ROUTERS = 8
+"""Routers in a row that may pass a request on. Those that share no `PEER_TOKEN` can only find a loop by its length."""
 
 logger = logging.getLogger("asgi_router")
 
@@ -94,20 +101,28 @@ class Dispatcher:
             exchange.release()
             # No text of another library's exception: it may quote headers.
             level = logging.DEBUG if isinstance(error, InvalidRequest | RequestAborted) else logging.WARNING
-            lease = exchange.blamed or exchange.lease
+            lease = None if isinstance(error, NoWorker) else exchange.blamed or exchange.lease
             url = lease.state.worker.url if lease else "no worker"
-            logger.log(level, "%s: %s (%s)", url, error.code, type(error.__cause__).__name__)
+            cause = f" ({type(error.__cause__).__name__})" if error.__cause__ else ""
+            logger.log(level, "%s: %s%s", url, error.code, cause)
             if client.writable:
                 with anyio.move_on_after(min(ERROR_GRACE, self._settings.send_timeout or ERROR_GRACE)):
-                    await (client.cut(error) if client.started else client.fail(error))
+                    await (client.cut(error) if client.started else client.fail(error, self._own_headers(exchange)))
         except Exception:
-            exchange.outcome = "app_failed"  # the wrapped app's own: its server or host answers it
-            if exchange.lease:
-                exchange.lease.failed()
+            # The wrapped app's own: its server or host deals with it. After a whole answer it is no failure of that.
+            exchange.outcome = "ok" if client.finished else "app_failed"
+            if exchange.lease and not client.finished:
+                note_failure(exchange.lease)
             raise
+
+    def _own_headers(self, exchange: Exchange) -> RawHeaders:
+        return [(b"x-request-id", exchange.ids.request_id.encode())] if self._settings.decision_headers else []
 
     async def _answer(self, exchange: Exchange, path: str) -> None:
         client = exchange.client
+        if routers_passed(client.scope.get("headers") or ()) >= MAX_ROUTERS:
+            raise RoutedTwice("The request goes round in circles: routers send it to each other.")
+
         with exchange.scope:
             exchange.body = await client.read_body(self._settings.max_body_bytes)
             began = exchange.times.clock()
@@ -131,13 +146,15 @@ class Dispatcher:
         loses connections to native cancellation: encode/httpcore#1093).
         """
         failure: Exception | None = None
+        served = False
         listening = anyio.CancelScope()
 
         async def serve() -> None:
-            nonlocal failure
+            nonlocal failure, served
             try:
                 await checkpoint()  # a client that has gone already costs no prefill
                 await self._serve(exchange, path)
+                served = True
             except Exception as exc:  # carried out by hand: a task group would wrap it
                 failure = exc
             finally:
@@ -151,6 +168,9 @@ class Dispatcher:
         try:
             if failure is not None:
                 raise failure
+            if not served and not exchange.scope.cancel_called:
+                # A cancellation that is none of ours, of a task that the wrapped app or a transport has awaited.
+                raise WorkerError("The worker's answer was cancelled.")
         finally:
             failure = None  # its traceback holds this frame, and so the prompt, until a collection of garbage
 
@@ -177,7 +197,7 @@ class Dispatcher:
                 exchange.tried.add(lease.state)
                 exchange.sent += not isinstance(error, WorkerUnreachable)
                 if not isinstance(error, WorkerBusy):
-                    lease.failed()
+                    note_failure(lease)
                 if not self._may_move_on(exchange, error):
                     raise
 

@@ -73,7 +73,7 @@ class NoWorker(RouterError):
 
 
 class RoutedTwice(RouterError):
-    """The operator's fault: a router has sent the request to a router that has no worker of its own."""
+    """The operator's fault: a router sent the request to one that has no worker of its own, or round in circles."""
 
     status = 508
     code = "routed_twice"

@@ -50,6 +50,7 @@ class Exchange:
         tried: workers that this request need not try again.
         attempts: how many workers have been asked.
         placed: a peer has chosen this process for it.
+        in_app: the wrapped app serves it, which may go on when its answer is whole.
         sent: to how many workers it was sent, all of which have failed or were busy.
         scope: encloses all that is done for this request: upload, queue, worker and answer.
         reason: why the scope was cancelled.
@@ -68,6 +69,7 @@ class Exchange:
         "body",
         "client",
         "ids",
+        "in_app",
         "lease",
         "outcome",
         "path",
@@ -96,6 +98,7 @@ class Exchange:
         self.tried: set[WorkerState] = set()
         self.attempts = 0
         self.placed = False
+        self.in_app = False
         self.sent = 0
         self.scope = anyio.CancelScope()
         self.reason: Exception | None = None
@@ -129,10 +132,26 @@ class Exchange:
         server reports that. Then the `send` of that message gets a moment to return by itself.
         """
         if self.client.finished:
-            self.allow(END_GRACE, ClientGone())
+            if not self.in_app:
+                self.allow(END_GRACE, ClientGone())
         elif self.reason is None:
             self.reason = reason
             self.scope.cancel()
+
+    def leave(self, gone: ClientGone) -> None:
+        """Note that the client was found to be gone while a message was sent to it, the last one maybe."""
+        if self.reason is None:
+            self.reason = gone
+            self.scope.cancel()
+
+    @contextmanager
+    def pausing(self, seconds: float | None, late: Exception) -> Iterator[None]:
+        """Give what is enclosed `seconds`, as `allow`, and go on with the present time limit after it."""
+        before, deadline = self._late, self._attempt.deadline
+        self.allow(seconds, late)
+        yield
+        if not self._attempt.cancel_called:
+            self._late, self._attempt.deadline = before, deadline
 
     def progress(self, *, sending: bool) -> None:
         """Note how far the transport is: it connects, or it begins to send. What is late means something else then."""

@@ -44,6 +44,9 @@ _RESPONSE_DROP_PREFIXES = (b"access-control-", b"x-router-")
 # A `Connection` header must not be able to strip these from a message.
 _NEVER_CONNECTION_LISTED = frozenset((b"authorization", b"content-encoding", b"content-length", b"content-type"))
 
+VIA = (b"via", b"1.1 asgi-router")
+"""What a gateway adds to each request that it forwards (RFC 9110, section 7.6.3). Routers count it, to find loops."""
+
 # To be refused or replaced by a space (RFC 9110, section 5.5); some servers raise over them.
 _CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
@@ -103,6 +106,11 @@ def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
             headers.append((b"x-accel-buffering", b"no"))
 
     return headers
+
+
+def routers_passed(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """Return how many routers like this one a request has come through already."""
+    return sum(value.count(b"asgi-router") for name, value in headers if name == b"via")
 
 
 def is_event_stream(headers: RawHeaders) -> bool:

@@ -96,8 +96,11 @@ class RouterMiddleware:
         router = self.router
         opened = False
         failure: Exception | None = None
+        last: list[Message] = []
 
         async def receive_and_drain() -> Message:
+            while last:  # an app that goes on after its last word
+                await send(last.pop())
             message = await receive()
             if message["type"] == "lifespan.shutdown" and router.users == 1:
                 # The app's own clean-up waits for the requests that may need what it cleans up.
@@ -112,6 +115,8 @@ class RouterMiddleware:
                 tasks.start_soon(router.watch)
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await close()
+                last.append(message)
+                return
             await send(message)
 
         async def close() -> None:
@@ -131,6 +136,9 @@ class RouterMiddleware:
                 await close()  # if the app ended without a word
             tasks.cancel_scope.cancel()
 
+        # As the very last thing: servers stop the loop at this word, and complain of an app that goes on.
+        for message in last:
+            await send(message)
         if failure is not None:
             raise failure
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from asgi_router.admission import Admission
 from asgi_router.errors import RoutedTwice, WorkerBusy, WorkerError, WorkerTimeout, WorkerUnreachable
 from asgi_router.headers import retry_after
-from asgi_router.upstream.local import serve_locally
+from asgi_router.upstream.local import BUSY, LocalCall
 from asgi_router.upstream.relay import close_response, relay
 from asgi_router.upstream.request import upstream_request
 from asgi_router.upstream.transport import open_response
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.settings import RouterSettings
 
-BUSY = (429, 503)
-"""What a worker answers that has not taken a request (RFC 6585, section 4; RFC 9110, section 15.6.4)."""
+logger = logging.getLogger("asgi_router")
+
+MAX_ATTEMPTS = 100
+"""How often a request asks a worker at most. `RETRY_ATTEMPTS` counts anew each time that it has had to wait."""
 
 
 class Mixed:
@@ -87,8 +90,14 @@ class Mixed:
         """Tell whether a failure may be repeated on another worker; see `Mode`."""
         return isinstance(error, WorkerUnreachable)
 
+    def _may_help(self, exchange: Exchange) -> bool:
+        """Tell whether another worker is likely to take at once what this one is too busy for."""
+        may_help = [state for state in self._others(exchange) if state.breaker.admits]
+        return exchange.sent < self._settings.retry_attempts and any(map(self._scheduler.has_room, may_help))
+
     def _others(self, exchange: Exchange) -> list[WorkerState]:
-        if exchange.request is None or exchange.placed or len(exchange.tried) > self._settings.retry_attempts:
+        too_often = len(exchange.tried) > self._settings.retry_attempts or exchange.attempts > MAX_ATTEMPTS
+        if exchange.request is None or exchange.placed or too_often:
             return []
 
         return self._scheduler.able(self._workers, exchange.request, exclude=exchange.tried)
@@ -100,14 +109,15 @@ class Mixed:
         own_headers = decision_headers(exchange, lease) if settings.decision_headers else []
         exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
         if lease.state.worker.is_local:
-            await serve_locally(
-                exchange.app,
+            call = LocalCall(
                 exchange,
                 lease,
                 own_headers=own_headers,
                 idle_timeout=settings.idle_timeout,
                 send_timeout=settings.send_timeout,
+                may_help=lambda: self._may_help(exchange),
             )
+            await call.serve()
             note_status(lease, exchange.client.status)
             return
 
@@ -139,21 +149,27 @@ class Mixed:
         response = await open_response(self._transport, outgoing, exchange.progress)
         if response.status_code in BUSY:
             lease.state.breaker.back_off(retry_after(response.headers.raw))
-            may_help = [state for state in self._others(exchange) if state.breaker.admits]
-            if exchange.sent < self._settings.retry_attempts and any(map(self._scheduler.has_room, may_help)):
+            if self._may_help(exchange):
                 await close_response(response)
                 raise WorkerBusy("The worker is busy.")
         return response
 
 
 def note_status(lease: Lease, status: int) -> None:
-    """Tell the worker's circuit breaker of a whole answer with this status."""
+    """Tell the worker's circuit breaker of a whole answer with this status, and the log of what is remarkable in it."""
     if status in BUSY:
         return
-    if status < 500:
-        lease.succeeded()
-    else:
-        lease.failed()
+    if status >= 500:
+        logger.warning("%s: answered %d", lease.state.worker.url, status)
+        note_failure(lease)
+    elif lease.succeeded():
+        logger.warning("%s: circuit breaker closed", lease.state.worker.url)
+
+
+def note_failure(lease: Lease) -> None:
+    """Tell the worker's circuit breaker of a failure, and the log if that has opened it."""
+    if lease.failed():
+        logger.warning("%s: circuit breaker open", lease.state.worker.url)
 
 
 def decision_headers(exchange: Exchange, lease: Lease) -> RawHeaders:

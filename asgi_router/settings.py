@@ -168,6 +168,8 @@ class RouterSettings(BaseSettings):
             super().__init__(**cast("dict[str, Any]", {k: v for k, v in values.items() if k in fields}))
         except ValidationError as exc:
             problems += _problems(exc)
+        else:
+            problems += self._contradictions()
 
         # Outside the handler: pydantic's error holds every value, and mustn't hang on ours as its context.
         if problems:
@@ -200,3 +202,14 @@ class RouterSettings(BaseSettings):
         if admin_open and info.data.get("register_allow") == ():
             raise ValueError(f"true needs {_variable('register_allow')}, which says what may be registered")
         return admin_open
+
+    def _contradictions(self) -> Iterator[str]:
+        """Report what is right by itself, but would silently disable something else."""
+        prefix = self.admin_prefix
+        for name, path in (("abort_path", self.abort_path), ("metrics_path", self.metrics_path)):
+            if path in self.paths:
+                yield f"{_variable(name)}: {path} is in {_variable('paths')}, too"
+        if prefix and prefix != "/" and any(f"{path}/".startswith(f"{prefix}/") for path in self.paths):
+            yield f"{_variable('admin_prefix')}: {_variable('paths')} are below it"
+        if self.local_url is not None and any(worker.url == self.local_url for worker in self.workers):
+            yield f"{_variable('local_url')}: is also the URL of another worker"

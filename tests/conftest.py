@@ -34,3 +34,4 @@ def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give what hangs 200 ms, not a second: for tests that show that something ends, not when."""
     monkeypatch.setattr("asgi_router.upstream.relay.CLOSE_GRACE", 0.2)
     monkeypatch.setattr("asgi_router.exchange.END_GRACE", 0.2)
+    monkeypatch.setattr("asgi_router.upstream.local.LEAVE_GRACE", 0.2)

@@ -11,7 +11,8 @@ from asgi_router.disaggregated import DIALECTS
 from asgi_router.disaggregated.prefill_leg import PrefillLeg
 from asgi_router.errors import WorkerError, WorkerTimeout
 from asgi_router.headers import retry_after
-from asgi_router.mixed import BUSY, note_status
+from asgi_router.mixed import MAX_ATTEMPTS, note_status
+from asgi_router.upstream.local import BUSY
 from asgi_router.upstream.relay import close_response, read_chunk, relay
 from asgi_router.upstream.request import upstream_request
 from asgi_router.upstream.transport import open_response
@@ -65,7 +66,8 @@ class Disaggregated:
 
     def others(self, exchange: Exchange) -> bool:
         """Tell whether another pair may be tried; see `Mode`."""
-        if exchange.request is None or len(exchange.tried) > self._settings.retry_attempts:
+        too_often = len(exchange.tried) > self._settings.retry_attempts or exchange.attempts > MAX_ATTEMPTS
+        if exchange.request is None or too_often:
             return False
         return self._pairing.others(exchange.request, exchange.tried)
 

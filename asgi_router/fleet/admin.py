@@ -188,7 +188,9 @@ class _Admin:
 
         self._router.workers.drain(state.worker.url, draining=draining)
         logger.info("%s: %s", state.worker.url, "draining" if draining else "not draining any more")
-        return _answer(200, "Drain success", draining=draining, requests=state.requests)
+        return _answer(
+            200, "Drain success" if draining else "Undrain success", draining=draining, requests=state.requests
+        )
 
     async def breaker(self, request: Request) -> JSONResponse:
         """Open a worker's circuit breaker for one cool-down, or close it."""

@@ -53,18 +53,16 @@ class Times:
         began: when the request came.
         selecting: seconds spent on reading the prompt and choosing.
         queued: seconds spent waiting for a place.
-        waits_since: when it began to wait for the first time.
         first_byte: when the answer's first byte came.
     """
 
-    __slots__ = ("began", "clock", "first_byte", "queued", "selecting", "waits_since")
+    __slots__ = ("began", "clock", "first_byte", "queued", "selecting")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.began = clock()
         self.selecting = 0.0
         self.queued = 0.0
-        self.waits_since: float | None = None
         self.first_byte: float | None = None
 
 

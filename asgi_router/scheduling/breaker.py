@@ -105,21 +105,31 @@ class Breaker:
         if self._probe == number:
             self._probe = 0
 
-    def failed(self) -> None:
-        """Note a failure."""
-        self._failures += 1
-        if self._opened is not None or 0 < self._failures_to_open <= self._failures:
-            self.open()
+    def failed(self, number: int) -> bool:
+        """Note the failure of a request, and return whether that has opened the breaker.
 
-    def succeeded(self, number: int) -> None:
+        As with a success, one from before the opening tells nothing new.
+        """
+        if self._opened is not None and number <= self._entered_before_opening:
+            return False
+        self._failures += 1
+        opens = self._opened is not None or 0 < self._failures_to_open <= self._failures
+        if opens:
+            self.open()
+        return opens
+
+    def succeeded(self, number: int) -> bool:
         """Note the whole answer to a request, or the first byte of a good one to the probe.
 
-        A request that came before the breaker was opened tells nothing of the worker since.
+        Returns whether that has closed the breaker. A request that came before it was opened tells nothing of the
+        worker since.
         """
         self._failures = 0
-        if number > self._entered_before_opening:
+        closes = self._opened is not None and number > self._entered_before_opening
+        if closes:
             self._opened = None
             self._probe = 0
+        return closes
 
     def back_off(self, seconds: float) -> None:
         """Let no request in for `seconds`, `BACK_OFF_LIMIT` at most. The longest wish counts."""

@@ -102,13 +102,13 @@ class Lease:
         if self._on_release is not None:
             self._on_release()
 
-    def succeeded(self) -> None:
-        """Note that the worker has given a whole answer, for its circuit breaker."""
-        self.state.breaker.succeeded(self._number)
+    def succeeded(self) -> bool:
+        """Note for the worker's circuit breaker a whole answer; return whether that has closed it."""
+        return self.state.breaker.succeeded(self._number)
 
-    def failed(self) -> None:
-        """Note that the worker has failed, for its circuit breaker."""
-        self.state.breaker.failed()
+    def failed(self) -> bool:
+        """Note for the worker's circuit breaker a failure; return whether that has opened it."""
+        return self.state.breaker.failed(self._number)
 
     def _stop_waiting(self) -> None:
         if self._waiting:

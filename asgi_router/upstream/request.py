@@ -8,7 +8,7 @@ import httpx
 from anyio.lowlevel import checkpoint
 
 from asgi_router.errors import InvalidRequest
-from asgi_router.headers import request_headers
+from asgi_router.headers import VIA, request_headers
 
 if TYPE_CHECKING:
     from asgi_router.exchange import Exchange, HeldBody
@@ -48,7 +48,7 @@ def upstream_request(
     replaced = {b"x-request-id", *(name for name, _ in own_headers)}
     headers = [header for header in request_headers(scope) if header[0] not in replaced]
     headers += [(b"host", target.netloc), (b"content-length", length), *own_headers]
-    headers.append((b"x-request-id", exchange.ids.request_id.encode()))
+    headers += [(b"x-request-id", exchange.ids.request_id.encode()), VIA]
     return httpx.Request(
         "POST", target, headers=headers, stream=_Body(exchange.hold(body)), extensions={"timeout": timeouts}
     )

@@ -148,7 +148,7 @@ class _ConnectionTrace:
     async def __call__(self, event: str, info: Mapping[str, object]) -> None:
         if event.startswith("connection.connect_"):
             self._connected = True
-            if event.endswith(".started"):
+            if event.endswith(".started") and not self._sent:
                 self._progress(sending=False)
         elif event == "http11.send_request_headers.started":
             self._sent = True

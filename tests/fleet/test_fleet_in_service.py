@@ -80,7 +80,7 @@ async def test_drain_while_a_request_is_in_flight() -> None:
 
     assert exchange.finished_cleanly
     again = await call(routed, "POST", f"/workers/drain?url={OTHER}&draining=false")
-    assert again.json() == {"code": 200, "msg": "Drain success", "draining": False, "requests": 0}
+    assert again.json() == {"code": 200, "msg": "Undrain success", "draining": False, "requests": 0}
     assert (await Exchange(body=completion_body()).run(routed.app)).status == 200
     routed.assert_released(exchange)
 

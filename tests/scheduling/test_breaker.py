@@ -21,7 +21,7 @@ def opened(clock: Clock) -> Breaker:
     """Return a breaker that has just opened."""
     breaker = new_breaker(clock)
     for _ in range(3):
-        breaker.failed()
+        breaker.failed(breaker.enter())
     return breaker
 
 
@@ -29,15 +29,15 @@ def test_failures_in_a_row_open_it() -> None:
     """The third of three failures in a row opens it; a whole answer between them starts the count anew."""
     breaker = new_breaker(Clock())
     for _ in range(5):
-        breaker.failed()
-        breaker.failed()
+        breaker.failed(breaker.enter())
+        breaker.failed(breaker.enter())
         breaker.succeeded(breaker.enter())
     assert (breaker.state, breaker.admits) == (BreakerState.CLOSED, True)
 
-    breaker.failed()
-    breaker.failed()
+    breaker.failed(breaker.enter())
+    breaker.failed(breaker.enter())
     assert breaker.admits
-    breaker.failed()
+    breaker.failed(breaker.enter())
     assert (breaker.state, breaker.admits) == (BreakerState.OPEN, False)
 
 
@@ -45,7 +45,7 @@ def test_zero_failures_never_open_it() -> None:
     """A breaker can be switched off."""
     breaker = new_breaker(Clock(), failures=0)
     for _ in range(100):
-        breaker.failed()
+        breaker.failed(breaker.enter())
     assert breaker.admits
 
 
@@ -71,7 +71,7 @@ def test_probe_succeeds() -> None:
     breaker.succeeded(probe)
     breaker.leave(probe)
     assert (breaker.state, breaker.admits) == (BreakerState.CLOSED, True)
-    breaker.failed()
+    breaker.failed(breaker.enter())
     assert breaker.admits
 
 
@@ -81,7 +81,7 @@ def test_probe_fails() -> None:
     breaker = opened(clock)
     clock.now += COOLDOWN
     probe = breaker.enter()
-    breaker.failed()
+    breaker.failed(probe)
     breaker.leave(probe)
     assert breaker.state is BreakerState.OPEN
     clock.now += COOLDOWN
@@ -119,7 +119,7 @@ def test_lease_is_the_probe(ending: str) -> None:
         lease.first_byte(prefilled=True)
         assert state.breaker.state is BreakerState.CLOSED
     elif ending == "failed":
-        state.breaker.failed()
+        lease.failed()
     lease.release()
     lease.release()
     assert state.breaker.admits == (ending != "failed")
@@ -192,9 +192,27 @@ def test_a_probe_that_lives_on_does_not_keep_the_next_one_out() -> None:
     first = breaker.enter()
     breaker.succeeded(first)
     for _ in range(3):
-        breaker.failed()
+        breaker.failed(breaker.enter())
     clock.now += COOLDOWN
     assert breaker.admits
     second = breaker.enter()
     breaker.leave(first)
     assert [breaker.is_probe(second), breaker.admits] == [True, False]
+
+
+def test_a_failure_from_before_does_not_open_it_anew() -> None:
+    """Old streams that break one by one tell nothing of the worker since: its cool-down ends, its probe goes on."""
+    clock = Clock()
+    breaker = new_breaker(clock)
+    old = [breaker.enter() for _ in range(5)]
+    for number in old[:3]:
+        breaker.failed(number)
+    clock.now += COOLDOWN - 1
+    breaker.failed(old[3])
+    clock.now += 1
+    probe = breaker.enter()
+    assert breaker.is_probe(probe)
+    breaker.failed(old[4])
+    assert breaker.is_probe(probe)
+    breaker.succeeded(probe)
+    assert breaker.state is BreakerState.CLOSED

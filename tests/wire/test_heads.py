@@ -32,8 +32,8 @@ async def test_the_worker_gets_the_clients_headers_and_nothing_of_ours(http: Htt
 
     sgl-project/sglang#29206: custom headers were lost, as only known ones crossed.
 
-    Nothing is added but the worker's own host, a length, the client's address, and an id for a request that has
-    none: no user-agent, no accept-encoding, no connection.
+    Nothing is added but the worker's own host, a length, the client's address, an id for a request that has
+    none, and `via`: no user-agent, no accept-encoding, no connection.
     """
     sent = [
         ("authorization", "Bearer t"),
@@ -73,6 +73,7 @@ async def test_the_worker_gets_the_clients_headers_and_nothing_of_ours(http: Htt
                 (b"cookie", b"a=1"),
                 (b"content-type", b"application/json"),
                 (b"x-request-id", request_id),
+                (b"via", b"1.1 asgi-router"),
             ]
         )
 

@@ -28,7 +28,10 @@ def main(dialect: str, role: Role) -> None:
     listeners = [_listener(), _listener()]
     me = Place(role, *(listener.getsockname()[1] for listener in listeners))
     app = Engine(DIALECTS[dialect](me), me)
-    config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", loop="asyncio", log_level="critical")
+    # With `proxy_headers`, uvicorn takes the router's client for its own, and no connection would be found to reset.
+    config = uvicorn.Config(
+        app, http=Connection, proxy_headers=False, ws="none", lifespan="off", loop="asyncio", log_level="critical"
+    )
     sys.stdout.write(f"{me.port} {me.connector_port}\n")  # connections wait in the backlog until uvicorn takes them
     sys.stdout.flush()
     uvicorn.Server(config).run(sockets=listeners)

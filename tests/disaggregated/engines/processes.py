@@ -152,4 +152,11 @@ class Engines:
 
     async def idle(self) -> list[Body]:
         """Return what they tell of themselves when nothing runs on any of them."""
-        return [await engine.state(running=0) for engine in self.all if engine.alive]
+        states = []
+        for engine in self.all:
+            if engine.alive:
+                try:
+                    states.append(await engine.state(running=0))
+                except (OSError, ValueError):  # no connection, or half an answer: it is about to die
+                    await engine.dead()
+        return states
