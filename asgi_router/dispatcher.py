@@ -21,6 +21,7 @@ from asgi_router.errors import (
     RouterError,
     WorkerBusy,
     WorkerError,
+    WorkerPreempted,
     WorkerUnreachable,
 )
 from asgi_router.extraction import extract
@@ -194,8 +195,9 @@ class Dispatcher:
             except WorkerError as error:
                 lease = exchange.blamed or exchange.lease
                 assert lease is not None  # it was chosen
-                exchange.tried.add(lease.state)
-                exchange.sent += not isinstance(error, WorkerUnreachable)
+                if not isinstance(error, WorkerPreempted):
+                    exchange.tried.add(lease.state)
+                exchange.sent += not isinstance(error, WorkerUnreachable | WorkerPreempted)
                 if not isinstance(error, WorkerBusy):
                     note_failure(lease)
                 if not self._may_move_on(exchange, error):

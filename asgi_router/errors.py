@@ -122,6 +122,12 @@ class WorkerBusy(WorkerError):
     code = "worker_busy"
 
 
+class WorkerPreempted(WorkerBusy):
+    """Nobody's fault: the workers gave the request up, and it begins again on others. The client never sees this."""
+
+    code = "worker_preempted"
+
+
 class WorkerUnreachable(WorkerError):
     """The worker's fault: no connection, so it has seen nothing of the request; another one may be tried."""
 

@@ -49,6 +49,7 @@ class Exchange:
         blamed: of the two the one whose worker has failed; None: `lease`.
         tried: workers that this request need not try again.
         attempts: how many workers have been asked.
+        preempted: how often its workers have given it up.
         placed: a peer has chosen this process for it.
         in_app: the wrapped app serves it, which may go on when its answer is whole.
         sent: to how many workers it was sent, all of which have failed or were busy.
@@ -74,6 +75,7 @@ class Exchange:
         "outcome",
         "path",
         "placed",
+        "preempted",
         "prefill",
         "reason",
         "request",
@@ -98,6 +100,7 @@ class Exchange:
         self.tried: set[WorkerState] = set()
         self.attempts = 0
         self.placed = False
+        self.preempted = 0
         self.in_app = False
         self.sent = 0
         self.scope = anyio.CancelScope()

@@ -23,6 +23,7 @@ from asgi_router.errors import (
     UnknownModel,
     WorkerBusy,
     WorkerError,
+    WorkerPreempted,
     WorkerTimeout,
     WorkerUnreachable,
 )
@@ -46,6 +47,7 @@ ANSWERS: list[tuple[type[RouterError], int, str, str, str | None, tuple[tuple[by
     (QueueTimeout, 503, "service_unavailable_error", "queue_timeout", None, RETRY),
     (ShuttingDown, 503, "service_unavailable_error", "shutting_down", None, RETRY),
     (WorkerError, 502, "upstream_error", "worker_failed", None, ()),
+    (WorkerPreempted, 502, "upstream_error", "worker_preempted", None, ()),
     (WorkerBusy, 502, "upstream_error", "worker_busy", None, ()),
     (WorkerUnreachable, 502, "upstream_error", "worker_unreachable", None, ()),
     (WorkerTimeout, 504, "upstream_error", "worker_timeout", None, ()),

@@ -8,8 +8,9 @@ import anyio
 
 from asgi_router.admission import Admission
 from asgi_router.disaggregated import DIALECTS
+from asgi_router.disaggregated.preemption import begin_again, given_up, read_ahead
 from asgi_router.disaggregated.prefill_leg import PrefillLeg
-from asgi_router.errors import WorkerError, WorkerTimeout
+from asgi_router.errors import WorkerError, WorkerPreempted, WorkerTimeout
 from asgi_router.headers import retry_after
 from asgi_router.mixed import MAX_ATTEMPTS, note_status
 from asgi_router.upstream.local import BUSY
@@ -158,7 +159,18 @@ class Disaggregated:
             exchange.blamed = None
             leg.stop()
             leg = None
+        if self._may_begin_again(exchange):
+            answer, response = await read_ahead(response)
+            gave_up, tokens = given_up(answer)
+            if gave_up:
+                await close_response(response)
+                begin_again(exchange, tokens)
+                raise WorkerPreempted("The workers gave the request up.")
         await self._pass_on(response, exchange, decode, None if leg is None else leg.accepted.wait)
+
+    def _may_begin_again(self, exchange: Exchange) -> bool:
+        request = exchange.request
+        return request is not None and not request.stream and exchange.preempted < self._settings.pd_preempt_retries
 
     async def _pass_on_refusal(self, response: httpx.Response, exchange: Exchange, prefill: Lease) -> None:
         """Pass on a prefill worker's error. Nothing is decoded then."""
@@ -192,7 +204,9 @@ class Disaggregated:
             lease.state.worker.url + path,
             body,
             # What a prefill worker answers is read here, or by nobody.
-            own_headers=[(b"accept-encoding", b"identity")] if lease is exchange.prefill else [],
+            own_headers=[(b"accept-encoding", b"identity")]
+            if lease is exchange.prefill or self._may_begin_again(exchange)
+            else [],
             connect_timeout=self._settings.connect_timeout,
             write_timeout=self._settings.idle_timeout,
         )

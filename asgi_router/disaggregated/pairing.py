@@ -92,21 +92,22 @@ class Pairing:
     ) -> Collection[WorkerState]:
         """Return the prefill workers that a decode worker fits which can take `request`, now if there is one.
 
-        Without any, all of them: the choice of a decode worker then says what is missing.
+        Without any, all of them: what is chosen among them then says what is missing.
 
         Raises:
             AllBusy: all decode workers are full. Said here, since a prefill worker that is leased and given back looks
                 like a free place to those who wait.
         """
-        prefills, able = self.of(Role.PREFILL), self._decode.able(self.of(Role.DECODE), request, exclude=exclude)
+        prefills = self._prefill.able(self.of(Role.PREFILL), request, exclude=exclude)
+        able = self._decode.able(self.of(Role.DECODE), request, exclude=exclude)
         at_hand = [state for state in able if state.breaker.admits] or able
         ready = [state for state in at_hand if self._decode.has_room(state)]
-        if able and not ready and prefills:
+        if prefills and able and not ready:
             raise AllBusy("All workers are busy.")
         for decodes in (ready, able):
             if found := [prefill for prefill in prefills if any(self._fit(prefill, decode) for decode in decodes)]:
                 return found
-        return prefills
+        return self.of(Role.PREFILL)
 
     def _fit(self, prefill: WorkerState, decode: WorkerState) -> bool:
         return self._dialect.fits(prefill.worker, decode.worker)

@@ -1,0 +1,101 @@
+"""Owns the second start of a request that its workers gave up: FastDeploy does so when its cache is full.
+
+Such an answer is whole, has the status 200 and only says so: it ends with `pd_reschedule`, or holds a "PD Error". The
+request goes to a new pair under a new id, with the tokens that there are already, so that it goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, cast
+
+import httpx
+
+from asgi_router.disaggregated.json_edit import edit_object, member
+from asgi_router.upstream.relay import close_response, read_chunk
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asgi_router.exchange import Exchange
+
+MAX_ANSWER_BYTES = 16 * 1024 * 1024
+"""An answer that is larger is passed on without a look at it."""
+
+
+async def read_ahead(response: httpx.Response) -> tuple[bytes, httpx.Response]:
+    """Read an answer whole, and return it with a response that gives it once more.
+
+    One that is too large is read no further: the response then gives what was read, and the rest.
+
+    Raises:
+        RouterError: the worker failed.
+    """
+    chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
+    read: list[bytes] = []
+    size = 0
+    try:
+        while chunk := await read_chunk(chunks):
+            read.append(chunk)
+            size += len(chunk)
+            if size > MAX_ANSWER_BYTES:
+                break
+    except BaseException:
+        await close_response(response, chunks)
+        raise
+
+    again = httpx.Response(response.status_code, headers=response.headers.raw, stream=_Again(read, response, chunks))
+    return (b"" if size > MAX_ANSWER_BYTES else b"".join(read)), again
+
+
+class _Again(httpx.AsyncByteStream):
+    def __init__(self, read: list[bytes], response: httpx.Response, rest: AsyncIterator[bytes]) -> None:
+        self._read = read
+        self._response = response
+        self._rest = rest
+
+    def __aiter__(self) -> _Again:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._read:
+            return self._read.pop(0)
+        return await anext(self._rest)
+
+    async def aclose(self) -> None:
+        await close_response(self._response, self._rest)
+
+
+def given_up(answer: bytes) -> tuple[bool, list[object]]:
+    """Tell whether an answer says that the workers gave up, and return the tokens that it has all the same."""
+    try:
+        fields = json.loads(answer)
+    except (ValueError, RecursionError):
+        return False, []
+    if not isinstance(fields, dict):
+        return False, []
+
+    error = fields.get("error")
+    message = error.get("message") if isinstance(error, dict) else None
+    choices = fields.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    inner = choice.get("message")
+    tokens = choice.get("completion_token_ids") or (
+        inner.get("completion_token_ids") if isinstance(inner, dict) else None
+    )
+    gave_up = choice.get("finish_reason") == "pd_reschedule" or (isinstance(message, str) and "PD Error" in message)
+    return gave_up, tokens if isinstance(tokens, list) else []
+
+
+def begin_again(exchange: Exchange, tokens: list[object]) -> None:
+    """Change the body of `exchange` for its next pair: another id, and the tokens so far."""
+    exchange.preempted += 1
+    try:
+        before = json.loads(member(exchange.body, "completion_token_ids") or b"[]")
+    except ValueError:
+        before = []
+    so_far = [*(before if isinstance(before, list) else []), *tokens]
+    add = {"request_id": json.dumps(f"{exchange.ids.request_id}-retry{exchange.preempted}").encode()}
+    if so_far:
+        add["completion_token_ids"] = json.dumps(so_far).encode()
+    exchange.body = edit_object(exchange.body, add=add)
