@@ -77,9 +77,8 @@ class RoutedApart(Routed):
         roles = {**dict.fromkeys(prefills, Role.PREFILL), **dict.fromkeys(decodes, Role.DECODE)}
         workers = [{"url": url, "role": role.value, **(fields or {}).get(url, {})} for url, role in roles.items()]
         self.fleet = FakeFleet({**prefills, **decodes})
-        self.router = Router(
-            RouterSettings(mode="disaggregated", workers=workers, **settings), transport=self.fleet, clock=clock
-        )
+        settings = {"mode": "disaggregated", "workers": workers, **settings}
+        self.router = Router(RouterSettings(**settings), transport=self.fleet, clock=clock)
         self.app = RouterMiddleware(unreachable_app, router=self.router)
         self.events: list[RequestFinished] = []
         self.router.observers.append(self.events.append)
