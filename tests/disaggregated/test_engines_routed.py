@@ -172,8 +172,10 @@ async def test_hang(engines: Engines, kind: Kind, role: Role) -> None:
         else:
             assert (at, text_of(exchange)) == (at, WHOLE)
 
-    settings = {"first_byte_timeout": LATE, "idle_timeout": LATE}
-    async with RoutedEngines(engines, **settings) as routed, anyio.create_task_group() as stages:
+    async with (
+        RoutedEngines(engines, first_byte_timeout=LATE, idle_timeout=LATE) as routed,
+        anyio.create_task_group() as stages,
+    ):
         for at in STAGES:  # side by side, for the time that it takes
             stages.start_soon(hang, at)
 
