@@ -143,8 +143,12 @@ class Leg:
         chunks = [b'{"kv_transfer_params":', b' {"remote_host": "p1"}'] if kv else [b"data: 1\n\n", b"data: 2\n\n"]
         return cls(script, connect, head, body, chunks, b"}" if kv else b"data: [DONE]\n\n")
 
-    def do(self, step: str) -> None:
+    def do(self, *steps: str) -> None:
         """Take the request, give the head, a chunk, or the rest; or break off where it is."""
+        for step in steps:
+            self._do(step)
+
+    def _do(self, step: str) -> None:
         if step == "fail":
             if self.at == "body":
                 self.body.push(RESET, end=True)
