@@ -97,6 +97,14 @@ class RouterMiddleware:
         opened = False
         failure: Exception | None = None
         last: list[Message] = []
+        watching, watched = anyio.CancelScope(), anyio.Event()
+
+        async def watch() -> None:
+            try:
+                with watching:
+                    await router.watch()
+            finally:
+                watched.set()
 
         async def receive_and_drain() -> Message:
             while last:  # an app that goes on after its last word
@@ -112,7 +120,7 @@ class RouterMiddleware:
             if message["type"] == "lifespan.startup.complete":
                 opened = True
                 router.enter()
-                tasks.start_soon(router.watch)
+                tasks.start_soon(watch)
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await close()
                 last.append(message)
@@ -123,7 +131,11 @@ class RouterMiddleware:
             nonlocal opened
             if opened:
                 opened = False
-                await router.leave()
+                watching.cancel()
+                try:
+                    await watched.wait()  # or a probe could open connections that nobody closes
+                finally:
+                    await router.leave()
 
         # The group is entered outside the app, whose own task groups may span its start and stop.
         async with anyio.create_task_group() as tasks:
