@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import uuid
 from typing import TYPE_CHECKING, cast
 
 import anyio
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", BACKENDS[:1])]
 
 CHAT, COMPLETIONS = ROUTES
+ROOMS = itertools.count()
 ASK_VLLM: Body = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -66,7 +69,7 @@ class Client:
         prefill, decode = engines.prefill.place, engines.decodes[0].place
         match engines.dialect:
             case "fastdeploy":
-                body["request_id"] = f"r{id(self)}"
+                body["request_id"] = str(uuid.uuid4())
                 body["disaggregate_info"] = {
                     "prefill_ip": HOST,
                     "decode_ip": HOST,
@@ -78,7 +81,11 @@ class Client:
                     "transfer_protocol": "ipc",
                 }
             case "sglang":
-                body |= {"bootstrap_host": HOST, "bootstrap_port": prefill.connector_port, "bootstrap_room": id(self)}
+                body |= {
+                    "bootstrap_host": HOST,
+                    "bootstrap_port": prefill.connector_port,
+                    "bootstrap_room": next(ROOMS),
+                }
         self.decode_body = body
         self.prefill_body = dict(body)
         if engines.dialect == "vllm":

@@ -90,7 +90,9 @@ async def test_success(engines: Engines, kind: Kind, chat: bool) -> None:
         assert exchange.header("x-router-prefill-url") == [engines.prefill.url.encode()]
         assert exchange.header("x-router-decode-url")[0].decode() in [engine.url for engine in engines.decodes]
 
-    assert [state["served"] for state in routed.states[:1]] == [1]
+    for body in _received(routed):
+        assert '"seed": 9007199254740993' in body  # as it was written: a double has no such number
+    assert routed.states[0]["served"] == 1
     assert sorted(state["served"] == 1 for state in routed.states[1:]) == [False, True]
     assert routed.states[0]["kept"] == []
 
@@ -122,6 +124,36 @@ async def test_the_prefill_lease_ends_first(engines: Engines, kind: Kind) -> Non
             assert stats.workers[0].prefill_tokens == 0
             assert sum(worker.requests for worker in stats.workers[1:]) == 1
             exchange.disconnect()
+
+
+@every_kind
+async def test_decode_alone(engines: Engines, kind: Kind) -> None:
+    """Where little is left to prefill the decode engine does it, in the dialect in which it can."""
+    async with RoutedEngines(engines, pd_skip_prefill_below=1_000_000) as routed:
+        exchange = await routed.run(request_for(kind))
+        assert text_of(exchange) == WHOLE
+        alone = engines.dialect == "vllm"
+        assert (exchange.header("x-router-prefill-url") == []) == alone
+
+    assert sum(cast("int", state["alone"]) for state in routed.states) == alone
+    assert routed.states[0]["served"] == (not alone)
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completions"])
+async def test_preempted(engines: Engines, chat: bool) -> None:
+    """A request that its engines give up twice goes to new pairs, with another id and the tokens so far."""
+    async with RoutedEngines(engines, pd_preempt_retries=2) as routed:
+        exchange = await routed.run(request_for("json", Job(reschedules=2), chat=chat))
+        assert text_of(exchange) == WHOLE
+
+    last = json.loads(_received(routed)[2])  # of the prefill engine
+    assert str(last["request_id"]).endswith("-retry2")
+    assert last["completion_token_ids"] == [0, 1]
+
+
+def _received(routed: RoutedEngines) -> list[str]:
+    """The bodies that the engines have got, the prefill engine's first."""
+    return [body for state in routed.states for body in cast("list[str]", state["received"])]
 
 
 # --- errors ----------------------------------------------------------------------------------------------------

@@ -221,10 +221,7 @@ class Engine:
         """Send the body; of an event stream the head has gone before."""
         if not request.stream:
             await self._start(request)
-        finish = "stop"
-        if (attempt := _attempt(request.body)) < request.job.reschedules:
-            finish, more = "pd_reschedule", {**more, "completion_token_ids": [attempt]}
-        for index, piece in enumerate(_pieces(request, pieces, finish, more)):
+        for index, piece in enumerate(_pieces(request, pieces, more)):
             await request.send({"type": "http.response.body", "body": piece, "more_body": True})
             if index == 0:
                 await self._trouble(request, "middle")
@@ -259,20 +256,23 @@ def _attempt(body: Body) -> int:
     return int(number) if number.isdigit() else 0
 
 
-def _pieces(request: Request, count: int, finish: str, more: Mapping[str, object]) -> list[bytes]:
-    """The body of an answer of `count` words."""
+def _pieces(request: Request, count: int, more: Mapping[str, object]) -> list[bytes]:
+    """The body of an answer of `count` words, and whatever `more` if it is no stream."""
     words = [f"{number} " for number in range(count)]
     if request.stream:
         events: list[object] = []
         for number, word in enumerate(words):
             content = {"delta": {"content": word}} if request.chat else {"text": word}
-            ended = finish if number == count - 1 else None
+            ended = "stop" if number == count - 1 else None
             events.append({"id": "fake", "choices": [{"index": 0, **content, "finish_reason": ended}]})
         return [*(b"data: %s\n\n" % json.dumps(event).encode() for event in events), b"data: [DONE]\n\n"]
 
     text = "".join(words)
-    content = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
-    answer = {"id": "fake", "choices": [{"index": 0, **content, "finish_reason": finish}], **more}
+    choice: Body = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
+    choice["finish_reason"] = "stop"
+    if (attempt := _attempt(request.body)) < request.job.reschedules:
+        choice |= {"finish_reason": "pd_reschedule", "completion_token_ids": [attempt]}
+    answer = {"id": "fake", "choices": [{"index": 0, **choice}], **more}
     whole = json.dumps(answer).encode()
     return [whole[:20], whole[20:]]
 
