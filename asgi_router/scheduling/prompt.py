@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.scheduling.prefix_index import block_hashes, stable_hash
@@ -24,10 +24,11 @@ class Prompt:
     Attributes:
         tokens: its estimated length.
         blocks: chained hashes of its whole blocks.
+        block_tokens: estimated length of a block.
         reason: why its worker was chosen, in a word; a policy may say more than its own name here.
     """
 
-    __slots__ = ("_block_tokens", "_head", "_matchable", "blocks", "reason", "tokens")
+    __slots__ = ("_head", "_matchable", "block_tokens", "blocks", "reason", "tokens")
 
     def __init__(self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None) -> None:
         key = request.prefix_key
@@ -36,8 +37,20 @@ class Prompt:
         self.blocks = block_hashes(key, block_bytes, (request.model,), max_blocks)
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
         self._matchable = max(0, len(key) - 1) // block_bytes
-        self._block_tokens = block_bytes / BYTES_PER_TOKEN
+        self.block_tokens = block_bytes / BYTES_PER_TOKEN
         self._head = request.model.encode("utf-8", "replace") + key[:block_bytes] if self.blocks else b""
+
+    @classmethod
+    def of_blocks(cls, blocks: tuple[int, ...], *, tokens: int, block_tokens: float) -> Self:
+        """Return a prompt whose blocks of `block_tokens` tokens were hashed elsewhere, as those of a trace are."""
+        prompt = cls.__new__(cls)
+        prompt.tokens = tokens
+        prompt.reason = ""
+        prompt.blocks = blocks
+        prompt._matchable = int(max(0, tokens - 1) / block_tokens)
+        prompt.block_tokens = block_tokens
+        prompt._head = b"%d" % blocks[0] if blocks else b""
+        return prompt
 
     def home(self, workers: Sequence[WorkerState]) -> WorkerState | None:
         """Return the one of `workers` that every router would choose for prompts that begin like this one.
@@ -57,7 +70,7 @@ class Prompt:
 
     def uncached_tokens(self, state: WorkerState) -> int:
         """Return how many tokens the worker would have to prefill, at least 1."""
-        return max(1, self.tokens - int(self._cached_blocks(state) * self._block_tokens))
+        return max(1, self.tokens - int(self._cached_blocks(state) * self.block_tokens))
 
     def _cached_blocks(self, state: WorkerState) -> int:
         return state.prefixes.match(self.blocks, min(self._matchable, len(self.blocks)))

@@ -28,6 +28,7 @@ class Scheduler:
         max_concurrent: how many requests a worker may have in flight; None: any number.
         sessions: which workers served sessions last; None: sessions don't matter.
         on_release: called after each release of a lease.
+        cut: makes the prompt of a request; None: its prefix key is cut into blocks, as the arguments above say.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class Scheduler:
         max_concurrent: int | None = None,
         sessions: Sessions | None = None,
         on_release: Callable[[], None] | None = None,
+        cut: Callable[[CompletionRequest], Prompt] | None = None,
     ) -> None:
         self._policy = policy
         self._policy_name = policy_name
         self._max_concurrent = max_concurrent
         self._sessions = sessions
         self._on_release = on_release
-        self._block_bytes = block_bytes
-        self._max_blocks = max_blocks
+        self._cut = cut or (lambda request: Prompt(request, block_bytes, max_blocks))
 
     def select(
         self,
@@ -80,7 +81,7 @@ class Scheduler:
             if not candidates:
                 raise AllBusy("All workers are busy.")
 
-        prompt = Prompt(request, self._block_bytes, self._max_blocks)
+        prompt = self._cut(request)
         if len(candidates) == 1:
             worker, prompt.reason = candidates[0], "only_candidate"
         elif (pinned := self._pinned(request, candidates)) is not None:
@@ -93,7 +94,7 @@ class Scheduler:
 
     def place(self, worker: WorkerState, request: CompletionRequest, reason: str) -> Lease:
         """Return a lease on a worker that was chosen elsewhere, however busy it is."""
-        prompt = Prompt(request, self._block_bytes, self._max_blocks)
+        prompt = self._cut(request)
         self._pin(request, worker)
         return Lease(worker, prompt, self._on_release, reason=reason)
 
