@@ -89,6 +89,12 @@ IN_TURN: Mapping[str, tuple[str, int]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the rest of a prefill answer as long as a story wants."""
+    monkeypatch.setattr("asgi_router.disaggregated.mode.REST_GRACE", 60.0)
+
+
 async def tell(walk: Walk, story: str, status: int) -> None:
     """Go through a story, and look at each step who is leased."""
     async with walk.going():
@@ -97,6 +103,8 @@ async def tell(walk: Walk, story: str, status: int) -> None:
             step, held = line.split()
             await walk.step(step)
             assert walk.held == held, f"after {step}"
+        if walk.exchange.complete and walk.legs["p"].at == "body":
+            await walk.step("p.end")
     assert walk.held == "--"
     assert (walk.exchange.status or 0) == status
     ended_well = story.endswith(("d.end --", "p.end --"))
