@@ -76,7 +76,6 @@ def read_trace(path: Path, *, seed: int = 0, rate: float = 1.0, limit: int | Non
     """
     broken: list[BrokenLine] = []
     lines: list[Line] = []
-    known: dict[int, int] = {}
     sizes: set[int] = set()
     for number, line in _lines(path):
         if isinstance(line, BadLine):
@@ -86,8 +85,7 @@ def read_trace(path: Path, *, seed: int = 0, rate: float = 1.0, limit: int | Non
             broken.append(BrokenLine(number, "blocks of another size than those before"))
             continue
         sizes.add(line.block_tokens)
-        # One object for each block, however many prompts have it.
-        lines.append(line._replace(blocks=tuple(known.setdefault(block, block) for block in line.blocks)))
+        lines.append(line)
         if len(lines) == limit:
             break
     return Trace(list(_requests(lines, random.Random(seed), rate)), sizes.pop() if sizes else 1, broken)
