@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import httpx
 
     from asgi_router.fleet.registry import Registry
+    from asgi_router.scheduling.policies import Policy
     from asgi_router.settings import RouterSettings
     from asgi_router.upstream.calls import WorkerCalls
     from asgi_router.worker import Worker
@@ -81,12 +82,13 @@ def new_scheduler(
     clock: Callable[[], float],
     rng: random.Random,
     on_release: Callable[[], None],
+    chooser: Policy | None = None,
 ) -> Scheduler:
-    """Return a scheduler that chooses by `policy`."""
+    """Return a scheduler that chooses by the policy of this name, or by `chooser`."""
     options = PolicyOptions(**{field.name: getattr(settings, field.name) for field in fields(PolicyOptions)})
     return Scheduler(
-        POLICIES[policy](options, rng),
-        policy_name=policy,
+        chooser or POLICIES[policy](options, rng),
+        policy_name=type(chooser).__name__ if chooser else policy,
         block_bytes=settings.prefix_block_bytes,
         max_blocks=prefix_capacity(settings),
         max_concurrent=settings.max_concurrent_per_worker,
@@ -102,18 +104,17 @@ def new_mode(
     clock: Callable[[], float],
     rng: random.Random,
     on_release: Callable[[], None],
+    policy: Policy | None = None,
 ) -> Mixed | Disaggregated:
-    """Return how the workers share the work."""
+    """Return how the workers share the work; `policy` goes before the one that chooses who prefills."""
     if settings.mode == "disaggregated":
-        prefill, decode = (
-            new_scheduler(settings, policy, clock, rng, on_release)
-            for policy in (settings.prefill_policy, settings.decode_policy)
-        )
+        prefill = new_scheduler(settings, settings.prefill_policy, clock, rng, on_release, policy)
+        decode = new_scheduler(settings, settings.decode_policy, clock, rng, on_release)
         dialect = DIALECTS[settings.pd_dialect]
         pairing = Pairing(workers, prefill, decode, dialect, settings.pd_skip_prefill_below)
         return Disaggregated(settings, pairing, transport)
 
-    scheduler = new_scheduler(settings, settings.policy, clock, rng, on_release)
+    scheduler = new_scheduler(settings, settings.policy, clock, rng, on_release, policy)
     peers = Peers(settings.peer_token.get_secret_value() if settings.peer_token else None)
     return Mixed(settings, workers, scheduler, transport, peers)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from asgi_router.observability.events import Observer
     from asgi_router.observability.metrics import RouterMetrics
+    from asgi_router.scheduling.policies import Policy
     from asgi_router.settings import RouterSettings
 
 logger = logging.getLogger("asgi_router")
@@ -50,6 +51,8 @@ class Router:
 
     Args:
         settings: see `RouterSettings`.
+        policy: chooses a worker, in place of the one that `POLICY` names (`PREFILL_POLICY` where prefill and decode
+            are apart): your own class, or a rival's rule from `asgi_router.replay.rivals`.
         transport: how requests reach the workers; closed by `aclose`. Default: a pool of httpx connections.
         clock: monotonic seconds, for the age of prefix blocks.
         rng: chooses among equal workers.
@@ -72,6 +75,7 @@ class Router:
         self,
         settings: RouterSettings,
         *,
+        policy: Policy | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -82,7 +86,7 @@ class Router:
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
         self._mode = parts.new_mode(
-            settings, self.workers, self._transport, clock, rng or random.Random(), on_release=self._serve_waiting
+            settings, self.workers, self._transport, clock, rng or random.Random(), self._serve_waiting, policy
         )
         self._dispatcher = Dispatcher(settings, self._mode)
         for worker, unproven in parts.configured_workers(settings):

@@ -49,23 +49,27 @@ class BlockCache:
                 high = middle
         return low + 1
 
-    def hold(self, blocks: Sequence[int], private: int) -> bool:
-        """Make room for a sequence, evicting idle blocks; False, and nothing done, where others hold too much."""
+    def hold(self, blocks: Sequence[int], private: int) -> int | None:
+        """Make room for a sequence, evicting idle blocks, and return how many of `blocks` were there, from the head on.
+
+        None, and nothing is done, where others hold too much.
+        """
         held, idle = self._held, self._idle
-        fresh = [block for block in blocks if block not in held]
-        busy = len(held) + len(fresh) + self._private + private
+        known = self.match(blocks, len(blocks))
+        shared = [block for block in blocks[:known] if block in held]
+        busy = len(held) + len(blocks) - len(shared) + self._private + private
         if busy > self.capacity:
-            return False
+            return None
 
         self._private += private
-        for block in blocks:
-            held[block] = held.get(block, 0) + 1
-        if idle:
-            for block in fresh:
-                idle.pop(block, None)
-            for _ in range(busy + len(idle) - self.capacity):
-                idle.popitem(last=False)
-        return True
+        for block in shared:
+            held[block] += 1
+        for block in blocks[len(shared) : known]:  # if a block is held, so are those before it
+            del idle[block]
+        held.update(dict.fromkeys(blocks[len(shared) :], 1))
+        for _ in range(busy + len(idle) - self.capacity):
+            idle.popitem(last=False)
+        return known
 
     def release(self, blocks: Sequence[int], private: int) -> None:
         """End a sequence that `hold` made room for; its whole prompt blocks stay until room is needed."""

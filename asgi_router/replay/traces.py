@@ -77,12 +77,18 @@ def read_trace(path: Path, *, seed: int = 0, rate: float = 1.0, limit: int | Non
     broken: list[BrokenLine] = []
     lines: list[Line] = []
     sizes: set[int] = set()
+    parents: dict[int, int | None] = {}
     for number, line in _lines(path):
         if isinstance(line, BadLine):
             broken.append(BrokenLine(number, str(line)))
             continue
         if sizes and line.block_tokens not in sizes:
             broken.append(BrokenLine(number, "blocks of another size than those before"))
+            continue
+        # A cache finds a block by what precedes it, too. An id that follows now this one and now that is no such hash.
+        before = (None, *line.blocks)
+        if any(parents.setdefault(block, parent) != parent for parent, block in zip(before, line.blocks, strict=False)):
+            broken.append(BrokenLine(number, "a block's hash stands behind another one than before"))
             continue
         sizes.add(line.block_tokens)
         lines.append(line)

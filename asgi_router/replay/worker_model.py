@@ -248,16 +248,15 @@ class SimulatedWorker:
         while self.queue and len(self._decoding) + finishing < self.model.max_batch:
             sequence = self.queue[0]
             size = self.block_tokens
-            # An engine computes at least the last token anew.
-            matchable = min(len(sequence.blocks), (sequence.tokens - 1) // size)
-            matched = self.cache.match(sequence.blocks, matchable)
             private = -(-(sequence.tokens + sequence.output) // size) - len(sequence.blocks)
-            if not self.cache.hold(sequence.blocks, private):
+            known = self.cache.hold(sequence.blocks, private)
+            if known is None:
                 return None
             self.queue.popleft()
             sequence.private = private
             if sequence.computed < sequence.tokens:
-                sequence.cached = sequence.computed = matched * size
+                # An engine computes at least the last token anew.
+                sequence.cached = sequence.computed = min(known, (sequence.tokens - 1) // size) * size
                 return sequence
             # It was prefilled elsewhere, where its first token came from; it has more than one.
             self._decode(sequence, sequence.output - 1)

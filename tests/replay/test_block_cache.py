@@ -11,7 +11,7 @@ from asgi_router.replay.block_cache import BlockCache
 def test_what_a_sequence_leaves_is_found_by_the_next() -> None:
     """Whole blocks stay when a sequence has ended, private ones go."""
     cache = BlockCache(10)
-    assert cache.hold((1, 2, 3), 2)
+    assert cache.hold((1, 2, 3), 2) == 0
     assert (len(cache), cache.held) == (5, 5)
     cache.release((1, 2, 3), 2)
     assert (len(cache), cache.held) == (3, 0)
@@ -23,21 +23,21 @@ def test_what_a_sequence_leaves_is_found_by_the_next() -> None:
 def test_blocks_are_shared_by_those_who_hold_them() -> None:
     """A block that two sequences hold takes the room of one, and is held until both have ended."""
     cache = BlockCache(4)
-    assert cache.hold((1, 2, 3), 0)
-    assert cache.hold((1, 2, 4), 0)
+    assert cache.hold((1, 2, 3), 0) == 0
+    assert cache.hold((1, 2, 4), 0) == 2
     assert len(cache) == 4
     cache.release((1, 2, 3), 0)
     assert cache.held == 3
-    assert not cache.hold((5, 6), 0)
+    assert cache.hold((5, 6), 0) is None
 
 
 def test_the_tail_goes_before_the_head() -> None:
     """What was used least recently is evicted, and of one prompt the end."""
     cache = BlockCache(4)
     for blocks in ((1, 2), (5, 6)):
-        assert cache.hold(blocks, 0)
+        assert cache.hold(blocks, 0) == 0
         cache.release(blocks, 0)
-    assert cache.hold((7,), 0)
+    assert cache.hold((7,), 0) == 0
     assert cache.match((1, 2), 2) == 1
     assert cache.match((5, 6), 2) == 2
 
@@ -45,10 +45,10 @@ def test_the_tail_goes_before_the_head() -> None:
 def test_a_sequence_that_has_no_room_changes_nothing() -> None:
     """Where others hold too much, nothing is evicted in vain."""
     cache = BlockCache(4)
-    assert cache.hold((1,), 0)
+    assert cache.hold((1,), 0) == 0
     cache.release((1,), 0)
-    assert cache.hold((2, 3), 0)
-    assert not cache.hold((4, 5, 6), 0)
+    assert cache.hold((2, 3), 0) == 0
+    assert cache.hold((4, 5, 6), 0) is None
     assert cache.match((1,), 1) == 1
 
 
@@ -68,7 +68,9 @@ def test_it_never_exceeds_its_capacity_and_has_no_gaps(steps: list[tuple[list[in
         while walked < len(blocks) and cache.match(blocks[walked : walked + 1], 1):
             walked += 1
         assert cache.match(blocks, len(blocks)) == walked
-        if cache.hold(blocks, private):
+        known = cache.hold(blocks, private)
+        if known is not None:
+            assert known == walked
             running.append((blocks, private))
         assert len(cache) <= capacity
         if ends and running:

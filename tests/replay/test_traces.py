@@ -172,6 +172,9 @@ BROKEN: list[str | bytes] = [
     mooncake(ids="7"),
     mooncake(ids=[1.5]),
     mooncake(ids=[None]),
+    mooncake(ids=[7, 7]),
+    mooncake(ids=[8, 7]),
+    mooncake(ids=[7, 9, 8], tokens=2_000),
     json.dumps({"timestamp": "yesterday", "body": CHAT}),
     json.dumps({"timestamp": 1, "body": {"model": "m"}}),
     json.dumps(record(duration_seconds=None)),
@@ -183,7 +186,7 @@ BROKEN: list[str | bytes] = [
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_line_is_passed_over(tmp_path: Path, line: str | bytes) -> None:
     """It is noted with its number, in words that don't repeat it, and its neighbours are read."""
-    trace = read(tmp_path, mooncake(), "", line, mooncake(9_000))
+    trace = read(tmp_path, mooncake(tokens=2_000), "", line, mooncake(9_000))
     assert len(trace.requests) == 2
     assert [broken.number for broken in trace.broken] == [3]
     assert len(trace.broken[0].reason) < 120
@@ -215,7 +218,7 @@ def test_the_best_rate_is_that_of_a_cache_without_end() -> None:
 
 
 def test_a_hundred_thousand_requests_fit_into_a_gigabyte(tmp_path: Path) -> None:
-    """Reading takes less than 5,000 bytes for a request of a hundred blocks, most of which are its own."""
+    """Reading takes less than 7,500 bytes for a request of a hundred blocks, most of which are its own."""
     lines = [mooncake(at, 51_200, 5, [*range(20), *range(at * 100, at * 100 + 80)]) for at in range(1_000, 2_000)]
     (tmp_path / "warm").write_text(lines[0])
     read_trace(tmp_path / "warm")
@@ -227,4 +230,4 @@ def test_a_hundred_thousand_requests_fit_into_a_gigabyte(tmp_path: Path) -> None
     finally:
         tracemalloc.stop()
     assert len(trace.requests) == 1_000
-    assert peak < 5_000 * 1_000
+    assert peak < 7_500 * 1_000
