@@ -113,7 +113,7 @@ def _policy_help() -> str:
 
 def _policies(text: str) -> list[str]:
     names = list(NAMES) if text == "all" else [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
+    for name in names or [text]:
         if name not in NAMES:
             raise argparse.ArgumentTypeError(f"no policy is called {name!r}: there are {', '.join(NAMES)}, and all")
     return list(dict.fromkeys([*(name for name in names if name != ORACLE), ORACLE]))
