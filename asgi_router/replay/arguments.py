@@ -31,6 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--policy", type=_policies, default=DEFAULT_POLICIES, metavar="A,B,...", help=_policy_help())
     add("--workers", type=_whole(1, 1_000), default=8, help="how many workers (default: %(default)s)")
+    add("--prefill-workers", type=_whole(1), metavar="N", help="N of them prefill only, and the others decode only")
     add("--speed", type=_positive, default=1.0, help="by which requests come faster than recorded (default: 1)")
     add(
         "--cache-tokens",
@@ -89,8 +90,14 @@ def setup_of(options: argparse.Namespace, seconds: float) -> Setup:
         restart = Restart(worker=worker, at=seconds / options.speed / 2 if at is None else at)
     if len(options.worker_speeds) > options.workers:
         raise argparse.ArgumentTypeError(f"--worker-speeds: there are only {options.workers} workers")
+    prefill_workers = options.prefill_workers or 0
+    if prefill_workers >= options.workers:
+        raise argparse.ArgumentTypeError("--prefill-workers: none of the --workers would be left to decode")
+    if prefill_workers and restart is not None:
+        raise argparse.ArgumentTypeError("--restart-worker is simulated only without --prefill-workers")
     return Setup(
         workers=options.workers,
+        prefill_workers=prefill_workers,
         model=WorkerModel(
             cache_tokens=options.cache_tokens,
             prefill_rate=options.prefill_rate,

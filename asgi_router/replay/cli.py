@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asgi_router.replay.apart import replay_of
 from asgi_router.replay.arguments import add_options, setup_of
 from asgi_router.replay.choosers import chooser
 from asgi_router.replay.generated import GENERATED
 from asgi_router.replay.report import COLUMNS, Figures, as_json, cells, figures, plain_table
-from asgi_router.replay.simulate import Replay
 from asgi_router.replay.traces import Trace, read_trace
 from asgi_router.scheduling.policies import PolicyOptions
 
@@ -96,7 +96,7 @@ def _run(trace: Trace, setup: Setup, names: Sequence[str]) -> list[Outcome]:
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r\x1b[K{name}: {done * 100 // total} %")
 
-        outcomes.append(Replay(trace, setup, name, chooser(name, PolicyOptions())).run(tell))
+        outcomes.append(replay_of(trace, setup, name, chooser(name, PolicyOptions()), tell))
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     return outcomes
@@ -104,8 +104,9 @@ def _run(trace: Trace, setup: Setup, names: Sequence[str]) -> list[Outcome]:
 
 def _title(options: argparse.Namespace, trace: Trace, setup: Setup) -> str:
     rate = len(trace.requests) / trace.seconds * setup.speed if trace.seconds else 0.0
+    workers = f"{setup.workers} workers" + (f", {setup.prefill_workers} for prefill," if setup.prefill_workers else "")
     return (
-        f"{Path(options.trace).name}: {len(trace.requests)} requests, {rate:.2f} a second, to {setup.workers} workers "
+        f"{Path(options.trace).name}: {len(trace.requests)} requests, {rate:.2f} a second, to {workers} "
         f"with {setup.model.cache_tokens:,} tokens of cache"
     )
 

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import getitem
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from asgi_router.errors import NoWorker
 from asgi_router.replay.traced_request import cut_by
@@ -21,13 +21,14 @@ from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.scheduling.state import WorkerState
-from asgi_router.worker import Worker
+from asgi_router.worker import Role, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from asgi_router.replay.traced_request import TracedRequest
     from asgi_router.replay.traces import Trace
+    from asgi_router.scheduling.lease import Lease
     from asgi_router.scheduling.policies import Policy
 
 
@@ -47,6 +48,8 @@ class Setup:
     """What is replayed with which workers."""
 
     workers: int = 8
+    prefill_workers: int = 0
+    """How many of them prefill only, while the others decode; 0: all do both. See `apart.py`."""
     model: WorkerModel = field(default_factory=WorkerModel)
     speeds: tuple[float, ...] = ()
     """Of each worker, relative to the model; those that are missing are 1."""
@@ -89,6 +92,15 @@ class Outcome:
     """From the first arrival to the last token."""
 
 
+class Steps(Protocol):
+    """What the clock jumps by: `advance` is called at `until`, and sets the next one."""
+
+    until: float
+
+    def advance(self) -> None:
+        """Do what is due."""
+
+
 class Replay:
     """One run. Deterministic: the same trace, setup and policy give the same outcome."""
 
@@ -104,27 +116,28 @@ class Replay:
         # The clock is read for every block that is looked up: a list's item through C is the fastest there is.
         self._now = [0.0]
         self.clock = cast("Callable[[], float]", partial(getitem, self._now, 0))
-        self._outcome = Outcome(policy=name, chosen=[0] * setup.workers)
+        self._outcome = Outcome(policy=name, chosen=[0] * (setup.prefill_workers or setup.workers))
 
         size = trace.block_tokens
         models = [replace(setup.model, speed=speed) for speed in _speeds(setup)]
-        self._simulated = [SimulatedWorker(model, size, self) for model in models]
+        engines = [SimulatedWorker(model, size, self) for model in models]
+        self._simulated: list[Steps] = [*engines]
         capacity = (setup.index_tokens if setup.index_tokens is not None else setup.model.cache_tokens) // size
         self._states = [
             WorkerState(
-                Worker(url=f"http://worker-{number}"),
+                Worker(url=f"http://worker-{number}", role=_role(setup, number)),
                 PrefixIndex(capacity, setup.prefix_ttl, self.clock),
                 Breaker(5, 10.0, self.clock),
             )
             for number in range(setup.workers)
         ]
-        self.workers: Mapping[WorkerState, SimulatedWorker] = dict(zip(self._states, self._simulated, strict=True))
+        self.workers: Mapping[WorkerState, SimulatedWorker] = dict(zip(self._states, engines, strict=True))
         self._number = {state: number for number, state in enumerate(self._states)}
         self._until = [NEVER] * setup.workers  # when each worker's stretch ends
         self._down_until = [0.0] * setup.workers
         policy = make_policy(random.Random(setup.seed), self.clock, self)
-        cut = cut_by(size, capacity)
-        self._scheduler = Scheduler(policy, policy_name=name, block_bytes=1, cut=cut)
+        self._cut = cut_by(size, capacity)
+        self._scheduler = Scheduler(policy, policy_name=name, block_bytes=1, cut=self._cut)
 
     def run(self, progress: Callable[[int], None] = lambda done: None) -> Outcome:
         """Replay the whole trace; `progress` is told now and then how many requests have come."""
@@ -143,7 +156,7 @@ class Replay:
                 progress(count)
         self._run_until(NEVER)
         outcome.seconds = now[0]
-        outcome.busy = [worker.busy for worker in self._simulated]
+        outcome.busy = [worker.busy for worker in self.workers.values()]
         progress(len(self._trace.requests))
         return outcome
 
@@ -159,7 +172,7 @@ class Replay:
     def _arrive(self, request: TracedRequest, arrival: float, tried: tuple[WorkerState, ...] = ()) -> None:
         outcome, states = self._outcome, self._states
         try:
-            lease = self._scheduler.select(states, request, exclude=tried)
+            lease = self._lease(request, tried)
         except NoWorker:
             outcome.failed += 1
             return
@@ -172,20 +185,31 @@ class Replay:
             self._arrive(request, arrival, (*tried, state))
             return
 
-        if state.waiting_requests > 1 and any(not other.waiting_requests for other in states):
+        if state.waiting_requests > 1 and any(
+            not other.waiting_requests for other in states if other.worker.role is state.worker.role
+        ):
             outcome.hot_spots += 1
         outcome.reasons[lease.reason] += 1
         outcome.chosen[number] += 1
-        worker = self._simulated[number]
-        sequence = Sequence(request, arrival, lease)
+        worker = self.workers[state]
+        sequence = self._sequence(request, arrival, lease)
         if not worker.fits(sequence):
-            lease.release()
-            outcome.refused += 1
+            self._refuse(lease)
             return
         outcome.prompt_tokens += request.prompt_tokens
         outcome.predicted_tokens += lease.cached_tokens
         worker.submit(sequence, self._now[0])
         self._until[number] = worker.until
+
+    def _lease(self, request: TracedRequest, tried: tuple[WorkerState, ...]) -> Lease:
+        return self._scheduler.select(self._states, request, exclude=tried)
+
+    def _refuse(self, lease: Lease) -> None:
+        lease.release()
+        self._outcome.refused += 1
+
+    def _sequence(self, request: TracedRequest, arrival: float, lease: Lease) -> Sequence:
+        return Sequence(request, arrival, lease)
 
     def _restart(self, restart: Restart) -> None:
         """A worker goes down: what waits there is tried on another, as the router does; what streams is cut."""
@@ -193,7 +217,7 @@ class Replay:
         self._now[0] = restart.at
         self._down_until[number] = restart.at + restart.down
         self._until[number] = NEVER
-        for sequence in self._simulated[number].restart():
+        for sequence in self.workers[self._states[number]].restart():
             sequence.lease.failed()
             sequence.lease.release()
             if sequence.first_token_at is not None:
@@ -216,6 +240,12 @@ class Replay:
         sequence.lease.release()
         if sequence.output > 1 and sequence.first_token_at is not None:
             self._outcome.per_token.append((now - sequence.first_token_at) / (sequence.output - 1))
+
+
+def _role(setup: Setup, number: int) -> Role:
+    if not setup.prefill_workers:
+        return Role.MIXED
+    return Role.PREFILL if number < setup.prefill_workers else Role.DECODE
 
 
 def _speeds(setup: Setup) -> list[float]:
