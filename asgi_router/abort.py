@@ -140,9 +140,10 @@ class Aborts:
         if not self._on_disconnect or exchange.lease is None or not _was_left(exchange):
             return
 
-        worker, request_id = exchange.lease.state.worker, exchange.ids.request_id
+        workers = [lease.state.worker for lease in (exchange.prefill, exchange.lease) if lease is not None]
+        request_id = exchange.ids.request_id if exchange.prefill is None else exchange.attempt_id
         # The wrapped app was cancelled itself. And a client may have come back already, with the same id.
-        if worker.is_local or any(other.ids.request_id == request_id for other in self._exchanges):
+        if workers[0].is_local or any(other.ids.request_id == exchange.ids.request_id for other in self._exchanges):
             return
 
         self.busy += 1
@@ -150,7 +151,8 @@ class Aborts:
             with anyio.move_on_after(LEFT_TIMEOUT, shield=True):
                 # In a task of its own a native cancellation doesn't reach the connection pool (`Dispatcher` says why).
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._tell_left, worker.url, request_id)
+                    for worker in workers:
+                        tasks.start_soon(self._tell_left, worker.url, request_id)
         finally:
             self.busy -= 1
 

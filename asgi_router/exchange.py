@@ -109,6 +109,12 @@ class Exchange:
         self._late: Exception | None = None
         self._held: list[HeldBody] = []
 
+    @property
+    def attempt_id(self) -> str:
+        """The id of this attempt: after the first one not the request's own, which an engine may still hold."""
+        retry = f"-retry{self.attempts - 1}" if self.attempts > 1 else ""
+        return self.ids.request_id + retry
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Enclose one try at a worker, which may run out of time.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, cast
 
 import anyio
 
 from asgi_router.admission import Admission
 from asgi_router.disaggregated import DIALECTS
+from asgi_router.disaggregated.json_edit import edit_object, member
 from asgi_router.disaggregated.preemption import begin_again, given_up, read_ahead
 from asgi_router.disaggregated.prefill_leg import PrefillLeg
 from asgi_router.errors import WorkerError, WorkerPreempted, WorkerTimeout
@@ -82,21 +84,31 @@ class Disaggregated:
         assert decode is not None  # it was chosen
         exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The workers did not answer in time."))
         dialect = self._dialect()
+        request_id = exchange.attempt_id
+        if exchange.attempts > 1 and (exchange.preempted or member(exchange.body, "request_id") is not None):
+            exchange.body = edit_object(exchange.body, add={"request_id": json.dumps(request_id).encode()})
         workers = (prefill or decode).state.worker, decode.state.worker
         first = None
         if prefill is not None:
-            first = dialect.prefill_body(exchange.body, *workers, exchange.ids.request_id)
+            first = dialect.prefill_body(exchange.body, *workers, request_id)
         if prefill is None or first is None:
             exchange.release_prefill()
-            alone = dialect.decode_body(exchange.body, *workers, exchange.ids.request_id, b"")
+            alone = dialect.decode_body(exchange.body, *workers, request_id, b"")
             await self._decode(exchange, path, decode, alone)
         elif dialect.prefill_first:
-            await self._ask_in_turn(exchange, path, prefill, decode, dialect, first)
+            await self._ask_in_turn(exchange, path, prefill, decode, dialect, first, request_id)
         else:
-            await self._ask_both(exchange, path, prefill, decode, dialect, first)
+            await self._ask_both(exchange, path, prefill, decode, dialect, first, request_id)
 
     async def _ask_in_turn(
-        self, exchange: Exchange, path: str, prefill: Lease, decode: Lease, dialect: Dialect, first: bytes
+        self,
+        exchange: Exchange,
+        path: str,
+        prefill: Lease,
+        decode: Lease,
+        dialect: Dialect,
+        first: bytes,
+        request_id: str,
     ) -> None:
         exchange.blamed = prefill
         response = await open_response(self._transport, self._request(exchange, path, prefill, first))
@@ -105,19 +117,22 @@ class Disaggregated:
             return
 
         answer = await self._read_whole(response, prefill)
-        second = dialect.decode_body(
-            exchange.body, prefill.state.worker, decode.state.worker, exchange.ids.request_id, answer
-        )
+        second = dialect.decode_body(exchange.body, prefill.state.worker, decode.state.worker, request_id, answer)
         exchange.blamed = None
         await self._decode(exchange, path, decode, second)
 
     async def _ask_both(
-        self, exchange: Exchange, path: str, prefill: Lease, decode: Lease, dialect: Dialect, first: bytes
+        self,
+        exchange: Exchange,
+        path: str,
+        prefill: Lease,
+        decode: Lease,
+        dialect: Dialect,
+        first: bytes,
+        request_id: str,
     ) -> None:
         """Ask both at once. The first leg to fail ends the other."""
-        second = dialect.decode_body(
-            exchange.body, prefill.state.worker, decode.state.worker, exchange.ids.request_id, b""
-        )
+        second = dialect.decode_body(exchange.body, prefill.state.worker, decode.state.worker, request_id, b"")
         leg = PrefillLeg(self._transport, self._request(exchange, path, prefill, first), exchange, prefill)
         failure: Exception | None = None
         exchange.blamed = prefill  # if time runs out; when it is accepted it isn't to blame any more
@@ -199,14 +214,14 @@ class Disaggregated:
         note_status(lease, response.status_code)
 
     def _request(self, exchange: Exchange, path: str, lease: Lease, body: bytes) -> httpx.Request:
+        headers = [(b"x-request-id", exchange.attempt_id.encode())]
+        if lease is exchange.prefill or self._may_begin_again(exchange):
+            headers.append((b"accept-encoding", b"identity"))  # it is read here, or by nobody
         return upstream_request(
             exchange,
             lease.state.worker.url + path,
             body,
-            # What a prefill worker answers is read here, or by nobody.
-            own_headers=[(b"accept-encoding", b"identity")]
-            if lease is exchange.prefill or self._may_begin_again(exchange)
-            else [],
+            own_headers=headers,
             connect_timeout=self._settings.connect_timeout,
             write_timeout=self._settings.idle_timeout,
         )

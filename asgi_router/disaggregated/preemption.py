@@ -1,7 +1,7 @@
 """Owns the second start of a request that its workers gave up: FastDeploy does so when its cache is full.
 
 Such an answer is whole, has the status 200 and only says so: it ends with `pd_reschedule`, or holds a "PD Error". The
-request goes to a new pair under a new id, with the tokens that there are already, so that it goes on from there.
+request goes to a new pair, with the tokens that there are already, so that it goes on from there.
 """
 
 from __future__ import annotations
@@ -88,14 +88,12 @@ def given_up(answer: bytes) -> tuple[bool, list[object]]:
 
 
 def begin_again(exchange: Exchange, tokens: list[object]) -> None:
-    """Change the body of `exchange` for its next pair: another id, and the tokens so far."""
+    """Give the next pair of `exchange` the tokens so far."""
     exchange.preempted += 1
     try:
         before = json.loads(member(exchange.body, "completion_token_ids") or b"[]")
     except ValueError:
         before = []
     so_far = [*(before if isinstance(before, list) else []), *tokens]
-    add = {"request_id": json.dumps(f"{exchange.ids.request_id}-retry{exchange.preempted}").encode()}
     if so_far:
-        add["completion_token_ids"] = json.dumps(so_far).encode()
-    exchange.body = edit_object(exchange.body, add=add)
+        exchange.body = edit_object(exchange.body, add={"completion_token_ids": json.dumps(so_far).encode()})

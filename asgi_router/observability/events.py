@@ -28,7 +28,8 @@ class RequestFinished:
     prefill_worker: str
     """URL of the worker that prefilled for it, where prefill and decode are apart."""
     reason: str
-    """Why this worker: the policy's name, or what came before the policy, as in `x-router-decision`."""
+    """Why this worker: the policy's name, or what came before the policy, as in `x-router-decision`. Of the prefill
+    worker, where there is one; so are `candidates` and `predicted_cached_tokens`."""
     candidates: int
     """How many workers the choice was among."""
     attempts: int

@@ -69,6 +69,7 @@ class Times:
 def finished(exchange: Exchange) -> RequestFinished:
     """Return what is told of a request that is over."""
     request, lease, client, times = exchange.request, exchange.lease, exchange.client, exchange.times
+    chosen = exchange.prefill or lease  # the cache that matters is that of the worker that prefills
     usage = read_usage(client.end_of_answer) if client.status == 200 and exchange.outcome == "ok" else Usage()
     return RequestFinished(
         request_id=exchange.ids.request_id,
@@ -80,13 +81,13 @@ def finished(exchange: Exchange) -> RequestFinished:
         worker=lease.state.worker.url if lease else "",
         role=lease.state.worker.role.value if lease else "",
         prefill_worker=exchange.prefill.state.worker.url if exchange.prefill else "",
-        reason=lease.reason if lease else "",
-        candidates=lease.candidates if lease else 0,
+        reason=chosen.reason if chosen else "",
+        candidates=chosen.candidates if chosen else 0,
         attempts=exchange.attempts,
         status=client.status,
         outcome=exchange.outcome,
         prompt_tokens=request.prompt_tokens if request else 0,
-        predicted_cached_tokens=lease.cached_tokens if lease else 0,
+        predicted_cached_tokens=chosen.cached_tokens if chosen else 0,
         real_prompt_tokens=usage.prompt_tokens,
         real_cached_tokens=usage.cached_tokens,
         selection_seconds=times.selecting,

@@ -48,7 +48,9 @@ def upstream_request(
     replaced = {b"x-request-id", *(name for name, _ in own_headers)}
     headers = [header for header in request_headers(scope) if header[0] not in replaced]
     headers += [(b"host", target.netloc), (b"content-length", length), *own_headers]
-    headers += [(b"x-request-id", exchange.ids.request_id.encode()), VIA]
+    if not any(name == b"x-request-id" for name, _ in own_headers):
+        headers.append((b"x-request-id", exchange.ids.request_id.encode()))
+    headers.append(VIA)
     return httpx.Request(
         "POST", target, headers=headers, stream=_Body(exchange.hold(body)), extensions={"timeout": timeouts}
     )

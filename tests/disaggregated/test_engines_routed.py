@@ -147,7 +147,8 @@ async def test_preempted(engines: Engines, chat: bool) -> None:
         assert text_of(exchange) == WHOLE
 
     last = json.loads(_received(routed)[2])  # of the prefill engine
-    assert str(last["request_id"]).endswith("-retry2")
+    if engines.dialect == "fastdeploy":  # the others know a request by the header
+        assert str(last["request_id"]).endswith("-retry2")
     assert last["completion_token_ids"] == [0, 1]
 
 

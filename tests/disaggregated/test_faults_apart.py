@@ -11,6 +11,7 @@ F-numbers are the seed's, peer entries those of other routers. What a test elsew
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ import anyio
 import httpx
 import pytest
 
+from asgi_router import Router, RouterMiddleware, RouterSettings
 from tests.disaggregated.routed_apart import (
     AT_ONCE,
     DECODE,
@@ -30,9 +32,9 @@ from tests.disaggregated.routed_apart import (
     Walk,
     request,
 )
-from tests.instruments.asgi_client import HANG
+from tests.instruments.asgi_client import HANG, Exchange
 from tests.instruments.fake_worker import FakeFleet, Script
-from tests.routed import KINDS, answer, error_of
+from tests.routed import KINDS, answer, completion_body, error_of, unreachable_app
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -185,3 +187,21 @@ async def test_peer_39_once_and_no_more(dialect: Dialect, kind: Kind, stale: str
         DECODE: stale == DECODE,
     }
     routed.assert_released(exchange)
+
+
+async def test_33_a_client_that_leaves_is_told_of_to_both_workers() -> None:
+    """smg#831, the abort part: with ABORT_ON_DISCONNECT both workers hear of it, after the release."""
+    hanging, told = Script(head=[HANG]), Script(body=[b"ok"])
+    scripts = {PREFILL: [hanging, told], DECODE: [hanging, told]}
+    fleet = FakeFleet(scripts)
+    workers = [{"url": PREFILL, "role": "prefill"}, {"url": DECODE, "role": "decode"}]
+    settings = RouterSettings(mode="disaggregated", workers=workers, abort_on_disconnect=True)
+    router = Router(settings, transport=fleet)
+    exchange = Exchange(body=completion_body(request_id="mine"))
+    async with exchange.running(RouterMiddleware(unreachable_app, router=router)):
+        await fleet[PREFILL].received(1)
+        await fleet[DECODE].received(1)
+        exchange.disconnect()
+    for url in (PREFILL, DECODE):
+        assert fleet[url].calls[1].url == f"{url}/v1/abort_requests"
+        assert json.loads(fleet[url].calls[1].body) == {"req_ids": ["mine"]}

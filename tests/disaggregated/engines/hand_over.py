@@ -50,6 +50,7 @@ class KvStore:
     def __init__(self) -> None:
         self.kept: set[str] = set()
         self.changes = Changes()
+        self._known: set[str] = set()
         self._seals: dict[str, str] = {}
         self._asked: Counter[str] = Counter()
 
@@ -57,10 +58,12 @@ class KvStore:
         """Take note of caches that will be computed.
 
         Raises:
-            Refused: there is one by such a key already.
+            Refused: there was one by such a key before. A real engine knows a request by it for as long as it takes to
+                notice that its client has gone, which is longer than the next attempt takes to come.
         """
-        if taken := [key for key in hand_over.keys if key in self._seals]:
+        if taken := self._known.intersection(hand_over.keys):
             raise Refused(f"{taken} is in use already")
+        self._known.update(hand_over.keys)
         self._seals.update(dict.fromkeys(hand_over.keys, hand_over.seal))
         self.changes.tell()
 
