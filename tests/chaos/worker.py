@@ -173,7 +173,16 @@ def main(port: int, slow_start: float) -> None:
     """Serve until killed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     app = BreakableWorker(slow_start)
-    uvicorn.run(app, port=port, http=Connection, ws="none", lifespan="on", loop="asyncio", log_level="critical")
+    uvicorn.run(
+        app,
+        port=port,
+        http=Connection,
+        ws="none",
+        lifespan="on",
+        loop="asyncio",
+        log_level="critical",
+        proxy_headers=False,
+    )
 
 
 if __name__ == "__main__":

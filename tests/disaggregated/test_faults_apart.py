@@ -205,3 +205,27 @@ async def test_33_a_client_that_leaves_is_told_of_to_both_workers() -> None:
     for url in (PREFILL, DECODE):
         assert fleet[url].calls[1].url == f"{url}/v1/abort_requests"
         assert json.loads(fleet[url].calls[1].body) == {"req_ids": ["mine"]}
+
+
+async def test_38_a_common_system_prompt_does_not_send_all_to_one_worker() -> None:
+    """sgl-project/sglang#26263: the whole conversation is the key, so many that begin alike use all prefill workers."""
+    other = "http://p2:1"
+    fleet = FakeFleet({PREFILL: Script(head=[HANG]), other: Script(head=[HANG]), DECODE: Script(head=[HANG])})
+    workers = [
+        {"url": PREFILL, "role": "prefill"},
+        {"url": other, "role": "prefill"},
+        {"url": DECODE, "role": "decode"},
+    ]
+    router = Router(RouterSettings(mode="disaggregated", workers=workers), transport=fleet)
+    app = RouterMiddleware(unreachable_app, router=router)
+    system = {"role": "system", "content": "You are a clerk. " * 40}
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            messages = [system, {"role": "user", "content": f"{number} " * 800}]
+            body = json.dumps({"model": "m", "messages": messages}).encode()
+            tasks.start_soon(Exchange(body=body).run, app)
+        for url, requests in ((DECODE, 8), (PREFILL, 4), (other, 4)):
+            await fleet[url].received(requests)
+        assert [len(fleet[url].calls) for url in (PREFILL, other)] == [4, 4]
+        tasks.cancel_scope.cancel()
+    assert [worker.requests for worker in router.stats().workers] == [0, 0, 0]
