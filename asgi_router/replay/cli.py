@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,9 @@ from asgi_router.replay.traces import Trace, read_trace
 from asgi_router.scheduling.policies import PolicyOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from rich.progress import Progress, TaskID
 
     from asgi_router.replay.simulate import Outcome, Setup
 
@@ -88,18 +91,24 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _run(trace: Trace, setup: Setup, names: Sequence[str]) -> list[Outcome]:
-    outcomes = []
-    total = len(trace.requests)
-    for name in names:
+    def run(name: str, tell: Callable[[int], None] = lambda done: None) -> Outcome:
+        return replay_of(trace, setup, name, chooser(name, PolicyOptions()), tell)
 
-        def tell(done: int, name: str = name) -> None:
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r\x1b[K{name}: {done * 100 // total} %")
+    try:
+        from rich.console import Console  # what needs an extra is loaded where it is used
+        from rich.progress import Progress
+    except ImportError:
+        return [run(name) for name in names]
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        outcomes = []
+        for name in names:
+            task = progress.add_task(name, total=len(trace.requests))
+            outcomes.append(run(name, partial(_advance, progress, task)))
+        return outcomes
 
-        outcomes.append(replay_of(trace, setup, name, chooser(name, PolicyOptions()), tell))
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
-    return outcomes
+
+def _advance(progress: Progress, task: TaskID, done: int) -> None:
+    progress.update(task, completed=done)
 
 
 def _title(options: argparse.Namespace, trace: Trace, setup: Setup) -> str:

@@ -70,11 +70,14 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_table_in_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A person gets a drawn table, and a plain one where the extra is missing."""
+    """A person gets a progress bar and a drawn table, and a plain one where the extra is missing."""
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(MADE) == 0
-    assert "┃" in capsys.readouterr().out
+    shown_drawn = capsys.readouterr()
+    assert "┃" in shown_drawn.out
+    assert "100%" in shown_drawn.err
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(MADE) == 0
     shown = capsys.readouterr().out

@@ -114,6 +114,19 @@ def test_a_restart_loses_everything() -> None:
     assert watched.first[3] == pytest.approx(1.1)
 
 
+def test_a_long_answer_is_no_long_simulation() -> None:
+    """A stretch in which nothing happens is one event, however many tokens are decoded in it."""
+    watched = Watched(WorkerModel())
+    for number in range(20):
+        watched.ask(asked(1_000, 10_000, arrival=number * 0.5))
+    events = 0
+    while watched.worker.until < NEVER:
+        watched.worker.advance()
+        events += 1
+    assert len(watched.last) == 20
+    assert events < 100
+
+
 class StepByStep(SimulatedWorker):
     """A worker that takes each step by itself."""
 
