@@ -85,8 +85,6 @@ def _mooncake(fields: dict[str, object]) -> Line:
     ids = fields.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(block) is int for block in ids):
         raise BadLine("hash_ids must be a list of whole numbers")
-    if len(set(ids)) < len(ids):
-        raise BadLine("hash_ids has an id twice")
     # The last part of a block has an id, too; engines share whole blocks only.
     blocks = tuple(ids[: tokens // MOONCAKE_BLOCK])
     output = _tokens(fields.get("output_length"), "output_length")

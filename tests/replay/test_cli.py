@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from asgi_router.replay.arguments import add_options, setup_of
 from asgi_router.replay.cli import main
-from asgi_router.replay.report import COLUMNS, figures, quantile
-from asgi_router.replay.simulate import Outcome
+from asgi_router.replay.report import COLUMNS
+from asgi_router.replay.simulate import Restart
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,13 +174,19 @@ def test_the_module_is_the_command(trace: Path) -> None:
     assert "prefill_cost" in done.stdout
 
 
-def test_figures_of_nothing() -> None:
-    """No request at all is no division by zero."""
-    line = figures(Outcome(policy="x", chosen=[0, 0], busy=[0.0, 0.0]))
-    assert (line.requests, line.ttft_mean, line.hit_rate, line.load_spread) == (0, 0.0, 0.0, 0.0)
+def test_a_restart_is_in_the_middle() -> None:
+    """If nobody says when: half-way through the requests as they come now, not as they were recorded."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    half = setup_of(parser.parse_args(["x", "--restart-worker", "2", "--speed", "4"]), 80.0).restart
+    said = setup_of(parser.parse_args(["x", "--restart-worker", "2@3.5", "--speed", "4"]), 80.0).restart
+    assert (half, said) == (Restart(worker=2, at=10.0), Restart(worker=2, at=3.5))
 
 
-def test_quantiles() -> None:
-    """The value below which the share of the others is."""
-    ordered = [float(number) for number in range(100)]
-    assert [quantile(ordered, share) for share in (0.0, 0.5, 0.9, 0.99, 1.0)] == [0.0, 50.0, 90.0, 99.0, 99.0]
+def test_prefill_and_decode_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--prefill-workers` is said in the title; nobody left to decode, or a restart, is an error."""
+    assert main([*MADE, "--prefill-workers", "2"]) == 0
+    assert "3 workers, 2 for prefill," in capsys.readouterr().out
+    assert main([*MADE, "--prefill-workers", "3"]) == 2
+    assert main([*MADE, "--prefill-workers", "2", "--restart-worker", "0"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2

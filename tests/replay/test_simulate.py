@@ -158,6 +158,7 @@ def test_a_restart_moves_what_waits_and_cuts_what_streams() -> None:
     assert outcome.chosen == [3, 2]
     assert list(outcome.ttft) == pytest.approx([0.1, 0.1, 10.3, 10.0])  # in the order of their first tokens
     assert outcome.prompt_tokens == trace.tokens
+    assert outcome.busy[0] < 1.0  # what was cut short is over
     assert all(state.requests == 0 and state.prefixes.pinned == 0 for state in run.workers)
 
 

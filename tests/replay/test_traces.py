@@ -82,6 +82,23 @@ def test_logged_requests_are_read_by_the_extractor(tmp_path: Path, line: dict[st
 
 
 @pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (5, 6.0),
+        (1_767_225_605, 1_767_225_606),
+        (1_767_225_605_000, 1_767_225_606_000),
+        ("2026-01-01T00:00:05Z", "2026-01-01T01:00:06+01:00"),
+        ("2026-01-01 00:00:05.1234567", "2026-01-01 00:00:06.1234567"),
+        ("5.0", "6"),
+    ],
+)
+def test_the_forms_of_a_time(tmp_path: Path, first: object, second: object) -> None:
+    """Seconds, milliseconds since 1970, and ISO 8601 are told apart."""
+    trace = read(tmp_path, {"timestamp": first, "body": CHAT}, {"timestamp": second, "body": CHAT})
+    assert trace.seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
     ("more", "tokens"),
     [
         ({"usage": {"completion_tokens": 9}}, 9),
@@ -111,14 +128,14 @@ def test_the_routers_own_log(tmp_path: Path) -> None:
         f"2026-11-30 10:00:{second},500 INFO asgi_router.requests {json.dumps(fields)}"
         for second, fields in (
             ("10", record(session_id="a")),
-            ("20", record(session_id="a", real_prompt_tokens=700, duration_seconds=11.0)),
+            ("20", record(session_id="a", real_prompt_tokens=700, duration_seconds=13.0)),
             ("30", record()),
         )
     ]
     trace = read(tmp_path, *lines)
-    # The second came at 9.5, the first at 8.5.
-    assert [request.arrival for request in trace.requests] == pytest.approx([0.0, 1.0, 20.0])
-    one, two, other = trace.requests
+    # The second record is of what came first, at 7.5, a second before the other.
+    assert [request.arrival for request in trace.requests] == pytest.approx([0.0, 1.0, 21.0])
+    two, one, other = trace.requests
     assert (one.prompt_tokens, two.prompt_tokens) == (400, 700)
     assert one.blocks == two.blocks[: len(one.blocks)]
     assert len(one.blocks) == 3

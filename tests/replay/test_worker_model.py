@@ -35,11 +35,11 @@ def test_a_step_has_a_budget_that_the_batch_shares() -> None:
     """What decodes takes its token of each step, the rest goes to the prompts in pieces."""
     watched = Watched(replace(PLAIN, step_tokens=101))
     watched.ask(asked(101, 1_000))
-    watched.ask(asked(200, arrival=0.05))
-    watched.run(0.3)
+    watched.ask(asked(201, arrival=0.05))
+    watched.run(0.304)
     assert watched.first == {0: pytest.approx(0.101)}
-    watched.run(0.304)  # two more steps of 101 tokens: one of the first's, 100 of the second's
-    assert watched.first[1] == pytest.approx(0.303)
+    watched.run(0.306)  # two more steps of 101 tokens, one of the first's and 100 of the second's; then one of two
+    assert watched.first[1] == pytest.approx(0.305)
 
 
 def test_cached_blocks_are_not_computed_again() -> None:
@@ -61,6 +61,11 @@ def test_attention_and_context_take_time() -> None:
     watched.ask(asked(1_000, 3))
     watched.run()
     assert watched.first[0] == pytest.approx(1.0 + 1_000 * 500 * 1e-6)
+    # In pieces it takes the same: each has all tokens before it to look at.
+    pieces = Watched(replace(PLAIN, attention_penalty=1_000.0, step_tokens=300))
+    pieces.ask(asked(1_000))
+    pieces.run()
+    assert pieces.first[0] == pytest.approx(watched.first[0])
     # Two steps: a millisecond for the token, and one for each token of context, 1,001 and 1,002.
     assert watched.last[0] - watched.first[0] == pytest.approx(0.002 + 1.001 + 1.002)
 
@@ -100,7 +105,7 @@ def test_a_batch_has_room_for_so_many() -> None:
 
 def test_a_restart_loses_everything() -> None:
     """All sequences come back, and nothing is cached any more."""
-    watched = Watched()
+    watched = Watched(replace(PLAIN, batch_penalty=1_000.0))
     watched.ask(asked(100, 50, blocks=(1,)))
     watched.run(0.12)
     watched.ask(asked(1_000, blocks=(1,), arrival=0.13))
@@ -108,6 +113,7 @@ def test_a_restart_loses_everything() -> None:
     assert watched.worker.restart() == watched.sequences
     assert watched.worker.until == NEVER
     assert len(watched.worker.cache) == 0
+    assert watched.worker.step_seconds() == 0.0
     again = watched.ask(asked(100, blocks=(1,), arrival=1.0))
     watched.run()
     assert again.cached == 0
