@@ -163,10 +163,11 @@ def test_a_restart_moves_what_waits_and_cuts_what_streams() -> None:
 
 
 def test_a_fleet_that_is_gone_is_no_traceback() -> None:
-    """With the only worker down, requests fail, and later ones are served."""
-    trace = trace_of(asked(100), asked(100, arrival=1.0), asked(100, arrival=5.0))
+    """With the only worker down, what is streamed and what comes fails, and what comes later is served."""
+    trace = trace_of(asked(100, 1_000), asked(100, arrival=1.0), asked(100, arrival=5.0))
     outcome = replay(trace, setup=Setup(workers=1, model=PLAIN, restart=Restart(worker=0, at=0.5, down=1.0)))
-    assert (len(outcome.ttft), outcome.failed) == (2, 1)
+    assert (len(outcome.ttft), outcome.failed) == (2, 2)
+    assert outcome.busy == pytest.approx([0.2])  # of the stretch that was cut short nothing counts
 
 
 def test_a_slow_worker_gets_less() -> None:
