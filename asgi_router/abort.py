@@ -141,7 +141,7 @@ class Aborts:
             return
 
         workers = [lease.state.worker for lease in (exchange.prefill, exchange.lease) if lease is not None]
-        request_id = exchange.ids.request_id if exchange.prefill is None else exchange.attempt_id
+        request_id = exchange.worker_id or exchange.ids.request_id
         # The wrapped app was cancelled itself. And a client may have come back already, with the same id.
         if workers[0].is_local or any(other.ids.request_id == exchange.ids.request_id for other in self._exchanges):
             return
@@ -166,7 +166,7 @@ class Aborts:
             if found and not exchange.client.finished:
                 exchange.stop(RequestAborted("The request was aborted."))
                 stopped |= found
-                ids[exchange.ids.request_id] = None
+                ids[exchange.worker_id or exchange.ids.request_id] = None
         return stopped, list(wanted.req_ids if wanted.abort_all else ids)
 
     async def _tell_all(

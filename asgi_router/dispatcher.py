@@ -209,9 +209,11 @@ class Dispatcher:
 
     def _may_move_on(self, exchange: Exchange, error: WorkerError) -> bool:
         """Tell whether another worker may be asked: this one has done nothing, or the client says that it may."""
+        if exchange.client.started:
+            return False
         if isinstance(error, WorkerBusy):
             return True  # else it would not have been raised
-        if exchange.client.started or not self._mode.others(exchange):
+        if not self._mode.others(exchange):
             return False
         if isinstance(error, WorkerUnreachable):
             return True

@@ -56,6 +56,7 @@ class Exchange:
         scope: encloses all that is done for this request: upload, queue, worker and answer.
         reason: why the scope was cancelled.
         ids: what the request is called by.
+        worker_id: what workers know it by, if that isn't its own id.
         times: what took how long.
         outcome: how it ended, in a word; see `RequestFinished`.
     """
@@ -83,6 +84,7 @@ class Exchange:
         "sent",
         "times",
         "tried",
+        "worker_id",
     )
 
     def __init__(self, client: Client, path: str, app: ASGIApp, clock: Callable[[], float]) -> None:
@@ -92,6 +94,7 @@ class Exchange:
         self.ids = read_ids(client.scope.get("headers") or ())
         self.times = Times(clock)
         self.outcome = "cancelled"
+        self.worker_id = ""
         self.body = b""
         self.request: CompletionRequest | None = None
         self.lease: Lease | None = None
@@ -158,9 +161,11 @@ class Exchange:
         """Give what is enclosed `seconds`, as `allow`, and go on with the present time limit after it."""
         before, deadline = self._late, self._attempt.deadline
         self.allow(seconds, late)
-        yield
-        if not self._attempt.cancel_called:
-            self._late, self._attempt.deadline = before, deadline
+        try:
+            yield
+        finally:
+            if not self._attempt.cancel_called:
+                self._late, self._attempt.deadline = before, deadline
 
     def progress(self, *, sending: bool) -> None:
         """Note how far the transport is: it connects, or it begins to send. What is late means something else then."""

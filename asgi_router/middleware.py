@@ -27,6 +27,10 @@ ADMIN_PATHS = (
 )
 
 
+LAST_WORD_GRACE = 1.0
+"""Seconds for which an app's `shutdown.complete` is held back, so that it is the last thing that happens."""
+
+
 class RouterMiddleware:
     """ASGI middleware that sends completion requests to LLM workers, and all else to `app`.
 
@@ -106,6 +110,11 @@ class RouterMiddleware:
             finally:
                 watched.set()
 
+        async def send_anyway() -> None:
+            await anyio.sleep(LAST_WORD_GRACE)  # an app that doesn't return after its last word
+            while last:
+                await send(last.pop())
+
         async def receive_and_drain() -> Message:
             while last:  # an app that goes on after its last word
                 await send(last.pop())
@@ -117,13 +126,14 @@ class RouterMiddleware:
 
         async def send_and_open(message: Message) -> None:
             nonlocal opened
-            if message["type"] == "lifespan.startup.complete":
+            if message["type"] == "lifespan.startup.complete" and not opened:
                 opened = True
                 router.enter()
                 tasks.start_soon(watch)
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
                 await close()
                 last.append(message)
+                tasks.start_soon(send_anyway)
                 return
             await send(message)
 

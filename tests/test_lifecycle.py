@@ -240,3 +240,20 @@ async def test_entered_twice_by_one_task() -> None:
         exchange = await Exchange(body=completion_body()).run(routed.app)
         assert exchange.status == 200
     assert routed.fleet.close_calls == 1
+
+
+async def test_an_app_that_never_returns_does_not_hold_up_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last word is passed on after a grace, though it is held back for apps that end."""
+    monkeypatch.setattr("asgi_router.middleware.LAST_WORD_GRACE", 0.05)
+
+    async def host(scope: Scope, receive: Receive, send: Send) -> None:
+        for step in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{step}.complete"})
+        await anyio.sleep_forever()
+
+    life = Lifespan()
+    async with life.running(RouterMiddleware(host, router=Routed(answer("json")).router)):
+        assert life.supported
+        await life.shutdown()
+    assert life.sent == ["startup.complete", "shutdown.complete"]

@@ -84,7 +84,7 @@ class Disaggregated:
         assert decode is not None  # it was chosen
         exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The workers did not answer in time."))
         dialect = self._dialect()
-        request_id = exchange.attempt_id
+        request_id = exchange.worker_id = exchange.attempt_id
         if exchange.attempts > 1 and (exchange.preempted or member(exchange.body, "request_id") is not None):
             exchange.body = edit_object(exchange.body, add={"request_id": json.dumps(request_id).encode()})
         workers = (prefill or decode).state.worker, decode.state.worker
@@ -116,9 +116,10 @@ class Disaggregated:
             await self._pass_on_refusal(response, exchange, prefill)
             return
 
-        answer = await self._read_whole(response, prefill)
+        answer = await self._read_whole(response, exchange, prefill)
         second = dialect.decode_body(exchange.body, prefill.state.worker, decode.state.worker, request_id, answer)
         exchange.blamed = None
+        exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
         await self._decode(exchange, path, decode, second)
 
     async def _ask_both(
@@ -168,14 +169,19 @@ class Disaggregated:
         body: bytes,
         leg: PrefillLeg | None = None,
     ) -> None:
-        response = await open_response(self._transport, self._request(exchange, path, decode, body), exchange.progress)
+        def progress(*, sending: bool) -> None:
+            # While this worker can't be reached it is to blame, whatever the other one does.
+            exchange.blamed = leg.lease if sending and leg is not None and not leg.accepted.is_set() else None
+            exchange.progress(sending=sending)
+
+        response = await open_response(self._transport, self._request(exchange, path, decode, body), progress)
         if leg is not None and response.status_code >= 400:
             # Passed on at once. Anything else may still turn out to be the prefill worker's failure.
             exchange.blamed = None
             leg.stop()
             leg = None
         if self._may_begin_again(exchange):
-            answer, response = await read_ahead(response)
+            answer, response = await read_ahead(response, lambda: self._allow_pause(exchange))
             gave_up, tokens = given_up(answer)
             if gave_up:
                 await close_response(response)
@@ -226,13 +232,18 @@ class Disaggregated:
             write_timeout=self._settings.idle_timeout,
         )
 
-    @staticmethod
-    async def _read_whole(response: httpx.Response, lease: Lease) -> bytes:
+    def _allow_pause(self, exchange: Exchange) -> None:
+        """Bound the wait for more of an answer that is read here, where the client's wait isn't bounded as a whole."""
+        if self._settings.first_byte_timeout is None:
+            exchange.allow(self._settings.idle_timeout, WorkerTimeout("The worker paused for too long."))
+
+    async def _read_whole(self, response: httpx.Response, exchange: Exchange, lease: Lease) -> bytes:
         answer = bytearray()
         chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
         try:
             while chunk := await read_chunk(chunks):
                 lease.first_byte(prefilled=True)
+                self._allow_pause(exchange)
                 answer += chunk
                 if len(answer) > MAX_PREFILL_ANSWER_BYTES:
                     raise WorkerError("The prefill worker's answer is too large.")

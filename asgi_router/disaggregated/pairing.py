@@ -115,6 +115,8 @@ class Pairing:
     def others(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> bool:
         """Tell whether there is a pair that could take `request`, or a decode worker that may do so alone."""
         decodes = self._decode.able(self.of(Role.DECODE), request, exclude=exclude)
+        if self._skip_below and decodes and not self.of(Role.PREFILL):
+            return True
         prefills = self._prefill.able(self.of(Role.PREFILL), request, exclude=exclude)
         return any(self._fit(prefill, decode) for prefill in prefills for decode in decodes)
 

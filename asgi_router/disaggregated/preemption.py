@@ -15,7 +15,7 @@ from asgi_router.disaggregated.json_edit import edit_object, member
 from asgi_router.upstream.relay import close_response, read_chunk
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from asgi_router.exchange import Exchange
 
@@ -23,10 +23,11 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """An answer that is larger is passed on without a look at it."""
 
 
-async def read_ahead(response: httpx.Response) -> tuple[bytes, httpx.Response]:
+async def read_ahead(response: httpx.Response, on_chunk: Callable[[], None]) -> tuple[bytes, httpx.Response]:
     """Read an answer whole, and return it with a response that gives it once more.
 
-    One that is too large is read no further: the response then gives what was read, and the rest.
+    `on_chunk` is called for each part of it. One that is too large is read no further: the response then gives what was
+    read, and the rest.
 
     Raises:
         RouterError: the worker failed.
@@ -36,6 +37,7 @@ async def read_ahead(response: httpx.Response) -> tuple[bytes, httpx.Response]:
     size = 0
     try:
         while chunk := await read_chunk(chunks):
+            on_chunk()
             read.append(chunk)
             size += len(chunk)
             if size > MAX_ANSWER_BYTES:

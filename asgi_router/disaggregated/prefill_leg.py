@@ -6,9 +6,10 @@ import logging
 from typing import TYPE_CHECKING, cast
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from asgi_router.errors import RouterError
-from asgi_router.upstream.relay import close_response, read_chunk
+from asgi_router.upstream.relay import CHECKPOINT_EVERY, close_response, read_chunk
 from asgi_router.upstream.transport import open_response
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class PrefillLeg:
         self._transport = transport
         self._request: httpx.Request | None = request
         self._exchange = exchange
-        self._lease = lease
+        self.lease = lease
         self._scope = anyio.CancelScope()
         self.accepted = anyio.Event()
         self.ended = anyio.Event()
@@ -77,14 +78,14 @@ class PrefillLeg:
         except RouterError as error:
             if self._exchange.client.started:
                 # The decode worker has what it needs, or will fail by itself.
-                self._lease.failed()
-                logger.warning("%s: %s, after the answer had begun", self._lease.state.worker.url, error.code)
+                self.lease.failed()
+                logger.warning("%s: %s, after the answer had begun", self.lease.state.worker.url, error.code)
             else:
                 self.failure = error
                 both.cancel()
         finally:
             if self.refusal is None:
-                self._lease.release()
+                self.lease.release()
             self.ended.set()
             if response is not None:
                 await close_response(response)
@@ -92,8 +93,12 @@ class PrefillLeg:
     async def _drain(self, response: httpx.Response) -> None:
         request = self._exchange.request
         chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
+        count = 0
         while await read_chunk(chunks):
-            self._lease.first_byte(prefilled=True)
+            count += 1
+            if count % CHECKPOINT_EVERY == 0:
+                await checkpoint()  # or a transport that never waits would stop the loop
+            self.lease.first_byte(prefilled=True)
             if request is not None and request.stream:
-                self._lease.release()
-        self._lease.succeeded()
+                self.lease.release()
+        self.lease.succeeded()

@@ -170,7 +170,7 @@ class LocalCall:
         return [*(own for own in self._own_headers if own[0].startswith(b"x-router-") or own[0] not in names), *kept]
 
     def _is_busy(self, message: Message) -> bool:
-        if message["status"] not in BUSY:
+        if message["status"] not in BUSY or self._exchange.client.started:
             return False
         self._lease.state.breaker.back_off(retry_after(message["headers"]))
         return self._may_help()

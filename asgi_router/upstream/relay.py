@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CLOSE_GRACE = 1.0
 """Seconds that closing a response may take. An unfinished HTTP/1.1 response is closed by dropping its socket."""
 
-_CHECKPOINT_EVERY = 64  # chunks
+CHECKPOINT_EVERY = 64  # chunks
 
 logger = logging.getLogger("asgi_router")
 
@@ -77,8 +77,8 @@ async def relay(
             exchange.times.first_byte = exchange.times.clock()
         if before_start is not None:
             await before_start()
-        exchange.allow(send_timeout, gone)
         await checkpoint_if_cancelled()  # a deadline that passed in this very tick is still a clean error
+        exchange.allow(send_timeout, gone)
         exchange.forget_prompt()
         await client.start(status, [*(own for own in own_headers if not header(headers, own[0])), *headers])
 
@@ -92,7 +92,7 @@ async def relay(
             exchange.allow(send_timeout, gone)
             await client.write(chunk)
             count += 1
-            if count % _CHECKPOINT_EVERY == 0:
+            if count % CHECKPOINT_EVERY == 0:
                 await checkpoint()  # or a transport that never waits would starve the watcher
             exchange.allow(idle_timeout, late)
             chunk = await read_chunk(chunks)

@@ -332,3 +332,13 @@ async def test_errors_of_a_transport_mean_the_same_on_either_leg(dialect: Dialec
             exchange = await request(kind).run(routed.app)
             assert error_of(exchange) == expected
             routed.assert_released(exchange)
+
+
+async def test_a_prefill_answer_that_stalls_is_given_up() -> None:
+    """Where a prefill worker's answer is read whole, IDLE_TIMEOUT holds within it: it has to end by itself."""
+    scripts = stuck(prefilled("vllm", "json"), "mid"), answer("json")
+    routed = RoutedApart(*scripts, pd_dialect="vllm", idle_timeout=0.1)
+    exchange = await request("json").run(routed.app)
+    assert error_of(exchange) == (504, "worker_timeout")
+    assert (routed.failures(PREFILL), routed.failures(DECODE)) == (1, 0)
+    routed.assert_released(exchange)

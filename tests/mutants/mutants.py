@@ -198,7 +198,7 @@ MUTANTS = [
         "repeated-without-a-mark",
         "any request is sent to another worker when the first one breaks",
         "dispatcher.py",
-        "        return marked and exchange.sent <= self._settings.retry_attempts\n",
+        "        return marked or self._mode.repeats(error)\n",
         "        return True\n",
     ),
     Mutant(
@@ -213,10 +213,8 @@ MUTANTS = [
         "a-failing-worker-draws-all",
         "answers like 500 are no failures",
         "mixed.py",
-        """    else:
-        lease.failed()
-""",
-        "",
+        "        note_failure(lease)\n    elif lease.succeeded():",
+        "    elif lease.succeeded():",
         ["tests/fleet/test_breaker_in_service.py"],
     ),
     Mutant(

@@ -14,6 +14,7 @@ from asgi_router import Router, RouterMiddleware, RouterSettings, Worker
 from asgi_router.peers import HOP, Peers
 from tests.instruments import asyncio_only
 from tests.instruments.asgi_client import HANG, Exchange
+from tests.instruments.asgi_rules import ASGIViolation
 from tests.instruments.cancel import cancel_natively
 from tests.instruments.fake_worker import FakeFleet
 from tests.routed import OTHER, answer, completion_body, counters, error_of
@@ -449,3 +450,14 @@ async def test_routers_without_a_common_token_do_not_go_round_for_ever() -> None
     exchange = await Exchange(body=completion_body(), headers=[("via", "1.1 asgi-router")] * 8).run(local.app)
     assert error_of(exchange) == (508, "routed_twice")
     local.assert_released()
+
+
+async def test_a_second_start_is_not_taken_for_a_busy_worker() -> None:
+    """An app that begins anew after its first bytes is its own affair: nothing goes to another worker."""
+    local = Local(Engine(start(), body(b"data: one\n\n"), start(503), GOOD[2]), OTHER, policy="request_num")
+    local.router.workers.drain(OTHER)
+    exchange = Exchange(body=completion_body())
+    with pytest.raises(ASGIViolation, match="second start"):
+        async with exchange.running(local.app):
+            local.router.workers.drain(OTHER, draining=False)
+    assert not local.fleet[OTHER].calls
