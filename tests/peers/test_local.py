@@ -454,10 +454,7 @@ async def test_routers_without_a_common_token_do_not_go_round_for_ever() -> None
 
 async def test_a_second_start_is_not_taken_for_a_busy_worker() -> None:
     """An app that begins anew after its first bytes is its own affair: nothing goes to another worker."""
-    local = Local(Engine(start(), body(b"data: one\n\n"), start(503), GOOD[2]), OTHER, policy="request_num")
-    local.router.workers.drain(OTHER)
-    exchange = Exchange(body=completion_body())
+    local = Local(Engine(start(), body(b"data: one\n\n"), start(503), GOOD[2]), OTHER, policy="round_robin")
     with pytest.raises(ASGIViolation, match="second start"):
-        async with exchange.running(local.app):
-            local.router.workers.drain(OTHER, draining=False)
+        await Exchange(body=completion_body()).run(local.app)
     assert not local.fleet[OTHER].calls
