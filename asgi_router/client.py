@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from asgi_router.headers import RawHeaders
 
 _STRAY_MESSAGES = 8  # body messages out of turn that are ignored
+_END_BYTES = 64 * 1024
 _EVENT_ENDS = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
@@ -53,8 +54,8 @@ class Client:
 
     @property
     def end_of_answer(self) -> bytes:
-        """The last few chunks that were sent."""
-        return b"".join(self._last)
+        """The last few chunks that were sent, or the last 64 KiB of them."""
+        return b"".join(self._last)[-_END_BYTES:]
 
     @property
     def writable(self) -> bool:

@@ -34,6 +34,8 @@ class CompletionRequest:
     """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
     request_id: str = ""
     """The body's `request_id`, by which FastDeploy knows the request; empty if it has none that is a string."""
+    text_only: bool = False
+    """The prompt is text and nothing else, so that `prompt_tokens` is a guess from its length."""
 
     def without_text(self) -> CompletionRequest:
         """Return what is still of use when the answer has begun. Names that are too long to be shown go, too."""
@@ -98,6 +100,7 @@ def _read(fields: dict[str, object], path: str) -> CompletionRequest:
         message=" ".join(stripped for piece in pieces if (stripped := piece.strip())),
         prefix_key=key.key,
         request_id=request_id if isinstance(request_id, str) else "",
+        text_only=key.text_only,
     )
 
 

@@ -31,23 +31,35 @@ if TYPE_CHECKING:
 
     from asgi_router.fleet.registry import Registry
     from asgi_router.scheduling.policies import Policy
+    from asgi_router.scheduling.token_scales import TokenScales
     from asgi_router.settings import RouterSettings
     from asgi_router.upstream.calls import WorkerCalls
     from asgi_router.worker import Worker
 
 
+PREFIX_GROWTH = 4
+"""Times its capacity to which a worker's prefix index may grow, where the worker turns out to hold more."""
+
+
 def prefix_capacity(settings: RouterSettings) -> int:
-    """Return how many blocks a worker's prefix index may hold."""
+    """Return how many blocks a worker's prefix index may hold at first."""
     return settings.prefix_capacity_tokens * BYTES_PER_TOKEN // settings.prefix_block_bytes
+
+
+def most_blocks(settings: RouterSettings) -> int:
+    """Return how many blocks a worker's prefix index may ever hold."""
+    return prefix_capacity(settings) * (PREFIX_GROWTH if settings.prefix_adapt else 1)
 
 
 def new_state(settings: RouterSettings, clock: Callable[[], float]) -> Callable[[Worker], WorkerState]:
     """Return what makes the state of a worker that joins."""
 
+    most = most_blocks(settings) if settings.prefix_adapt else None
+
     def make(worker: Worker) -> WorkerState:
         return WorkerState(
             worker,
-            PrefixIndex(prefix_capacity(settings), settings.prefix_ttl, clock),
+            PrefixIndex(prefix_capacity(settings), settings.prefix_ttl, clock, most),
             Breaker(settings.breaker_failures, settings.breaker_cooldown, clock),
             known_as=settings.local_url or "" if worker.is_local else "",
         )
@@ -76,47 +88,48 @@ def configured_workers(settings: RouterSettings) -> Iterator[tuple[Worker, bool]
         yield worker, True
 
 
-def new_scheduler(
+def scheduler_maker(
     settings: RouterSettings,
-    policy: str,
     clock: Callable[[], float],
     rng: random.Random,
+    scales: TokenScales | None,
     on_release: Callable[[], None],
-    chooser: Policy | None = None,
-) -> Scheduler:
-    """Return a scheduler that chooses by the policy of this name, or by `chooser`."""
+) -> Callable[[str, Policy | None], Scheduler]:
+    """Return what makes a scheduler that chooses by the policy of a name, or by a chooser of the user's."""
     options = PolicyOptions(**{field.name: getattr(settings, field.name) for field in fields(PolicyOptions)})
-    return Scheduler(
-        chooser or POLICIES[policy](options, rng),
-        policy_name=type(chooser).__name__ if chooser else policy,
-        block_bytes=settings.prefix_block_bytes,
-        max_blocks=prefix_capacity(settings),
-        max_concurrent=settings.max_concurrent_per_worker,
-        sessions=Sessions(settings.session_ttl, clock) if settings.session_ttl else None,
-        on_release=on_release,
-    )
+
+    def make(policy: str, chooser: Policy | None) -> Scheduler:
+        return Scheduler(
+            chooser or POLICIES[policy](options, rng),
+            policy_name=type(chooser).__name__ if chooser else policy,
+            block_bytes=settings.prefix_block_bytes,
+            max_blocks=most_blocks(settings),
+            max_concurrent=settings.max_concurrent_per_worker,
+            sessions=Sessions(settings.session_ttl, clock) if settings.session_ttl else None,
+            scales=scales,
+            on_release=on_release,
+        )
+
+    return make
 
 
 def new_mode(
     settings: RouterSettings,
     workers: Registry,
     transport: httpx.AsyncBaseTransport,
-    clock: Callable[[], float],
-    rng: random.Random,
-    on_release: Callable[[], None],
+    new_scheduler: Callable[[str, Policy | None], Scheduler],
     policy: Policy | None = None,
 ) -> Mixed | Disaggregated:
     """Return how the workers share the work; `policy` goes before the one that chooses who prefills."""
     if settings.mode == "disaggregated":
-        prefill = new_scheduler(settings, settings.prefill_policy, clock, rng, on_release, policy)
-        decode = new_scheduler(settings, settings.decode_policy, clock, rng, on_release)
+        prefill = new_scheduler(settings.prefill_policy, policy)
+        decode = new_scheduler(settings.decode_policy, None)
         dialect = DIALECTS[settings.pd_dialect]
         pairing = Pairing(workers, prefill, decode, dialect, settings.pd_skip_prefill_below)
         return Disaggregated(settings, pairing, transport)
 
-    scheduler = new_scheduler(settings, settings.policy, clock, rng, on_release, policy)
     peers = Peers(settings.peer_token.get_secret_value() if settings.peer_token else None)
-    return Mixed(settings, workers, scheduler, transport, peers)
+    return Mixed(settings, workers, new_scheduler(settings.policy, policy), transport, peers)
 
 
 def new_monitor(

@@ -60,6 +60,7 @@ class PrefixKey(NamedTuple):
 
     key: bytes
     tokens: int
+    text_only: bool
 
 
 def text_tokens(size: int) -> int:
@@ -79,7 +80,7 @@ def chat_key(fields: dict[str, object]) -> PrefixKey:
 
         media += _add_message(out, message)
 
-    return PrefixKey(bytes(out), text_tokens(len(out) - len(space)) + media * MEDIA_TOKENS)
+    return PrefixKey(bytes(out), text_tokens(len(out) - len(space)) + media * MEDIA_TOKENS, not media)
 
 
 def prompt_key(fields: dict[str, object]) -> PrefixKey:
@@ -93,16 +94,16 @@ def prompt_key(fields: dict[str, object]) -> PrefixKey:
     if isinstance(prompt, str):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        return PrefixKey(b"", 1)
+        return PrefixKey(b"", 1, False)
 
     if all(isinstance(item, str) for item in prompt):
         texts = _join_texts(cast("list[str]", prompt))
-        return PrefixKey(space + texts, text_tokens(len(texts)))
+        return PrefixKey(space + texts, text_tokens(len(texts)), True)
     if (packed := _pack_token_ids(prompt)) is not None:
-        return PrefixKey(space + _TOKEN_IDS + packed.key, packed.tokens)
+        return PrefixKey(space + _TOKEN_IDS + packed.key, packed.tokens, False)
 
     unknown = _json(prompt)
-    return PrefixKey(space + _UNKNOWN + unknown, text_tokens(len(unknown)))
+    return PrefixKey(space + _UNKNOWN + unknown, text_tokens(len(unknown)), False)
 
 
 def _named_fields(fields: dict[str, object], names: tuple[str, ...]) -> bytes:
@@ -138,7 +139,7 @@ def _pack_token_ids(prompt: list[object]) -> PrefixKey | None:
     tokens = max(1, len(packed) - (len(batch) - 1))
     if sys.byteorder == "big":  # a key is the same on every machine
         packed.byteswap()
-    return PrefixKey(packed.tobytes(), tokens)
+    return PrefixKey(packed.tobytes(), tokens, False)
 
 
 def _add_message(out: bytearray, message: object) -> int:

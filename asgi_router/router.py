@@ -19,7 +19,8 @@ from asgi_router.exchange import Exchange
 from asgi_router.fleet.models import Models
 from asgi_router.fleet.registry import Registry
 from asgi_router.observability.logs import log_request, requests_are_logged
-from asgi_router.observability.record import finished
+from asgi_router.observability.record import finished, reported_usage
+from asgi_router.scheduling.token_scales import TokenScales
 from asgi_router.settings import SettingsError
 from asgi_router.stats import RouterStats, WorkerStats
 from asgi_router.upstream.calls import WorkerCalls
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from asgi_router.observability.events import Observer
     from asgi_router.observability.metrics import RouterMetrics
+    from asgi_router.observability.usage import Usage
     from asgi_router.scheduling.policies import Policy
     from asgi_router.settings import RouterSettings
 
@@ -85,9 +87,11 @@ class Router:
         self.workers = Registry(parts.new_state(settings, clock), on_change=self._serve_waiting)
         self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
         self._owns_transport = transport is None
-        self._mode = parts.new_mode(
-            settings, self.workers, self._transport, clock, rng or random.Random(), self._serve_waiting, policy
+        self._scales = TokenScales() if settings.prefix_adapt else None
+        new_scheduler = parts.scheduler_maker(
+            settings, clock, rng or random.Random(), self._scales, on_release=self._serve_waiting
         )
+        self._mode = parts.new_mode(settings, self.workers, self._transport, new_scheduler, policy)
         self._dispatcher = Dispatcher(settings, self._mode)
         for worker, unproven in parts.configured_workers(settings):
             state = self.workers.add(worker)
@@ -264,15 +268,26 @@ class Router:
                 await self._fall_idle()
 
     def _tell(self, exchange: Exchange) -> None:
+        usage = reported_usage(exchange)
+        self._learn(exchange, usage)
         observers = [*self.observers, log_request] if requests_are_logged() else self.observers
         if not observers:
             return  # nothing is computed that nobody wants to know
-        event = finished(exchange)
+        event = finished(exchange, usage)
         for observe in observers:
             try:
                 observe(event)
             except Exception as exc:
                 logger.error("an observer failed: %s", type(exc).__name__)
+
+    def _learn(self, exchange: Exchange, usage: Usage) -> None:
+        """Take the worker's own counts for how many tokens a text makes, and how much the worker holds."""
+        request, lease = exchange.request, exchange.lease
+        if self._scales is None or request is None or lease is None or not usage.prompt_tokens:
+            return
+        self._scales.learn(request, usage.prompt_tokens)
+        if usage.cached_tokens is not None and exchange.prefill is None:  # else they are what was transferred
+            lease.found(min(1.0, usage.cached_tokens / usage.prompt_tokens))
 
     async def _fall_idle(self) -> None:
         if self._idle is not None:

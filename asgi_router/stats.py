@@ -27,6 +27,8 @@ class WorkerStats:
     """Uncached prompt tokens of the waiting requests: what policies use as the length of the queue."""
     prefix_blocks: int
     """Blocks that the router believes to be in the worker's prefix cache."""
+    prefix_capacity: int
+    """How many it is believed to have room for."""
     healthy: bool
     draining: bool
     breaker: BreakerState
@@ -49,6 +51,7 @@ class WorkerStats:
             waiting_requests=state.waiting_requests,
             pending_prefill_tokens=state.pending_prefill_tokens,
             prefix_blocks=len(state.prefixes),
+            prefix_capacity=state.prefixes.capacity,
             healthy=state.healthy,
             draining=state.draining,
             breaker=state.breaker.state,

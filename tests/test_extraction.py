@@ -118,7 +118,7 @@ def test_the_other_field_is_ignored(path: str, other: dict[str, object]) -> None
 
 def test_an_empty_object_is_a_request() -> None:
     """Nothing is required: it is the worker's to refuse."""
-    assert extract(b"{}", CHAT) == CompletionRequest("", False, "", 1, "", b"")
+    assert extract(b"{}", CHAT) == CompletionRequest("", False, "", 1, "", b"", text_only=True)
     assert extract(b" \r\n{}\t", TEXT) == CompletionRequest("", False, "", 1, "", b"")
 
 

@@ -101,5 +101,7 @@ class HealthMonitor:
         if state.probes_against >= (self._failures if state.healthy else self._successes):
             state.healthy = not state.healthy
             state.probes_against = 0
+            if state.healthy:
+                state.prefixes.clear()  # it has probably been restarted
             logger.warning("%s: %s", state.worker.url, "healthy again" if state.healthy else "unhealthy")
             self._on_change()

@@ -39,12 +39,15 @@ class RequestFinished:
     outcome: str
     """`ok` (a worker's whole answer, whatever its status), `client_gone`, `cancelled`, or the code of our error."""
     prompt_tokens: int
-    """Estimated."""
+    """Estimated; by what the model's workers have counted so far, where they have."""
     predicted_cached_tokens: int
     """How many of them the worker was believed to hold."""
     real_prompt_tokens: int | None
     """As the worker's answer says in `usage`."""
     real_cached_tokens: int | None
+    real_completion_tokens: int | None
+    arrived: float
+    """When the request came, in seconds since 1970."""
     selection_seconds: float
     """For extracting the prompt and choosing, all attempts together, without waiting."""
     queue_seconds: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -66,11 +67,17 @@ class Times:
         self.first_byte: float | None = None
 
 
-def finished(exchange: Exchange) -> RequestFinished:
+def reported_usage(exchange: Exchange) -> Usage:
+    """Return what the answer to a request that is over says of its tokens."""
+    client = exchange.client
+    return read_usage(client.end_of_answer) if client.status == 200 and exchange.outcome == "ok" else Usage()
+
+
+def finished(exchange: Exchange, usage: Usage) -> RequestFinished:
     """Return what is told of a request that is over."""
     request, lease, client, times = exchange.request, exchange.lease, exchange.client, exchange.times
     chosen = exchange.prefill or lease  # the cache that matters is that of the worker that prefills
-    usage = read_usage(client.end_of_answer) if client.status == 200 and exchange.outcome == "ok" else Usage()
+    duration = times.clock() - times.began
     return RequestFinished(
         request_id=exchange.ids.request_id,
         session_id=request.session_id if request and _ID.fullmatch(request.session_id) else "",
@@ -86,12 +93,14 @@ def finished(exchange: Exchange) -> RequestFinished:
         attempts=exchange.attempts,
         status=client.status,
         outcome=exchange.outcome,
-        prompt_tokens=request.prompt_tokens if request else 0,
+        prompt_tokens=chosen.prefill_tokens if chosen else request.prompt_tokens if request else 0,
         predicted_cached_tokens=chosen.cached_tokens if chosen else 0,
         real_prompt_tokens=usage.prompt_tokens,
         real_cached_tokens=usage.cached_tokens,
+        real_completion_tokens=usage.completion_tokens,
+        arrived=time.time() - duration,
         selection_seconds=times.selecting,
         queue_seconds=times.queued,
         first_byte_seconds=None if times.first_byte is None else times.first_byte - times.began,
-        duration_seconds=times.clock() - times.began,
+        duration_seconds=duration,
     )

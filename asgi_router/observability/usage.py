@@ -6,7 +6,10 @@ import json
 import re
 from typing import NamedTuple
 
-_USAGE = re.compile(r'"usage"\s*:\s*(?=\{)')  # a look at the character before would make it 40 times slower
+_NAME = b'"usage"'
+_OBJECT = re.compile(rb"\s*:\s*(?=\{)")
+_BACKSLASH = 0x5C
+_MAX_LOOKS = 8  # a chunk may hold hundreds of events with "usage":null in each, or whatever a worker makes up
 _DECODER = json.JSONDecoder()
 
 
@@ -15,6 +18,7 @@ class Usage(NamedTuple):
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 def read_usage(end: bytes) -> Usage:
@@ -22,17 +26,22 @@ def read_usage(end: bytes) -> Usage:
 
     Within a text of the model quotes are escaped, so it can't pretend to be one.
     """
-    text = end.decode("utf-8", "replace")
-    for match in reversed(list(_USAGE.finditer(text))):
-        if text.endswith("\\", 0, match.start()):
+    at = len(end)
+    for _ in range(_MAX_LOOKS):
+        at = end.rfind(_NAME, 0, at)
+        if at < 0:
+            break
+        if at and end[at - 1] == _BACKSLASH:
+            continue
+        if (value := _OBJECT.match(end, at + len(_NAME))) is None:
             continue
         try:
-            usage, _ = _DECODER.raw_decode(text, match.end())
+            usage, _ = _DECODER.raw_decode(end[value.end() :].decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             continue
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        return Usage(_count(usage.get("prompt_tokens")), _count(cached))
+        return Usage(_count(usage.get("prompt_tokens")), _count(cached), _count(usage.get("completion_tokens")))
     return Usage()
 
 

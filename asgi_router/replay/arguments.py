@@ -12,6 +12,7 @@ from asgi_router.replay.generated import GENERATED
 from asgi_router.replay.rivals import RIVALS
 from asgi_router.replay.simulate import Restart, Setup
 from asgi_router.replay.worker_model import WorkerModel
+from asgi_router.settings import RouterSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--index-tokens",
         type=_whole(0),
-        help="what the router believes that a worker can hold, its PREFIX_CAPACITY_TOKENS (default: as --cache-tokens)",
+        default=RouterSettings.model_fields["prefix_capacity_tokens"].default,
+        help="what the router believes at first that a worker can hold: PREFIX_CAPACITY_TOKENS (default: %(default)s)",
+    )
+    add(
+        "--no-adapt", action="store_true", help="and doesn't learn better from the workers' answers: PREFIX_ADAPT=false"
     )
     add(
         "--prefill-rate",
@@ -106,6 +111,7 @@ def setup_of(options: argparse.Namespace, seconds: float) -> Setup:
         speeds=options.worker_speeds,
         speed=options.speed,
         index_tokens=options.index_tokens,
+        adapt=not options.no_adapt,
         seed=options.seed,
         restart=restart,
     )

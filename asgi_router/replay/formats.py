@@ -103,17 +103,20 @@ def _router_log(fields: dict[str, object], prefix: str) -> Line:
         raise BadLine("duration_seconds must be a number")
     first_byte = _number(fields.get("first_byte_seconds"))
     answering = 0.0 if first_byte is None else duration - first_byte
-    output = min(MAX_TOKENS, 1 + int(max(0.0, answering) / SECONDS_PER_TOKEN))
-    end = _time_of(fields)
-    if end is None:
-        end = _time_in(prefix)
+    output = fields.get("real_completion_tokens")
+    output = output if type(output) is int else 1 + int(max(0.0, answering) / SECONDS_PER_TOKEN)
+    arrival = _number(fields.get("arrived"))
+    if arrival is None:
+        end = _time_of(fields)
+        end = _time_in(prefix) if end is None else end
+        arrival = None if end is None else end - duration
     session, model = fields.get("session_id"), fields.get("model")
     session = session if isinstance(session, str) else ""
     model = model if isinstance(model, str) else ""
     blocks: tuple[int, ...] = ()
     if session:
         blocks = tuple(hash((model, session, number)) for number in range(tokens // TEXT_BLOCK))
-    return Line(None if end is None else end - duration, tokens, output, blocks, TEXT_BLOCK, model, session)
+    return Line(arrival, tokens, min(MAX_TOKENS, output), blocks, TEXT_BLOCK, model, session)
 
 
 def _openai(fields: dict[str, object], line: bytes) -> Line:

@@ -15,6 +15,7 @@ from operator import getitem
 from typing import TYPE_CHECKING, Protocol, cast
 
 from asgi_router.errors import NoWorker
+from asgi_router.parts import PREFIX_GROWTH
 from asgi_router.replay.traced_request import cut_by
 from asgi_router.replay.worker_model import NEVER, Sequence, SimulatedWorker, WorkerModel
 from asgi_router.scheduling.breaker import Breaker
@@ -57,6 +58,8 @@ class Setup:
     """By which the requests come faster than they did."""
     index_tokens: int | None = None
     """Capacity of the router's picture of each worker; None: told the truth, which is the worker's cache."""
+    adapt: bool = True
+    """Whether the picture follows what the workers say of their hits, as with `PREFIX_ADAPT`."""
     prefix_ttl: float = 1_800.0
     seed: int = 0
     restart: Restart | None = None
@@ -123,10 +126,11 @@ class Replay:
         engines = [SimulatedWorker(model, size, self) for model in models]
         self._simulated: list[Steps] = [*engines]
         capacity = (setup.index_tokens if setup.index_tokens is not None else setup.model.cache_tokens) // size
+        most = capacity * PREFIX_GROWTH if setup.adapt else capacity
         self._states = [
             WorkerState(
                 Worker(url=f"http://worker-{number}", role=_role(setup, number)),
-                PrefixIndex(capacity, setup.prefix_ttl, self.clock),
+                PrefixIndex(capacity, setup.prefix_ttl, self.clock, most if setup.adapt else None),
                 Breaker(5, 10.0, self.clock),
             )
             for number in range(setup.workers)
@@ -136,7 +140,7 @@ class Replay:
         self._until = [NEVER] * setup.workers  # when each worker's stretch ends
         self._down_until = [0.0] * setup.workers
         policy = make_policy(random.Random(setup.seed), self.clock, self)
-        self._cut = cut_by(size, capacity)
+        self._cut = cut_by(size, most)
         self._scheduler = Scheduler(policy, policy_name=name, block_bytes=1, cut=self._cut)
 
     def run(self, progress: Callable[[int], None] = lambda done: None) -> Outcome:
@@ -238,6 +242,8 @@ class Replay:
         """Note that an answer is whole; called by its worker."""
         sequence.lease.succeeded()
         sequence.lease.release()
+        if not self.setup.prefill_workers:  # else an answer comes from who has not prefilled, and says nothing of it
+            sequence.lease.found(sequence.cached / sequence.tokens)
         if sequence.output > 1 and sequence.first_token_at is not None:
             self._outcome.per_token.append((now - sequence.first_token_at) / (sequence.output - 1))
 

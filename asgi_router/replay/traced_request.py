@@ -33,7 +33,17 @@ def traced(
     session_id: str = "",
 ) -> TracedRequest:
     """Return a request of a trace."""
-    return TracedRequest(model, True, session_id, tokens, "", b"", "", arrival, max(1, output_tokens), blocks)
+    return TracedRequest(
+        model=model,
+        stream=True,
+        session_id=session_id,
+        prompt_tokens=tokens,
+        message="",
+        prefix_key=b"",
+        arrival=arrival,
+        output_tokens=max(1, output_tokens),
+        blocks=blocks,
+    )
 
 
 def cut_by(block_tokens: int, max_blocks: int) -> Callable[[CompletionRequest], Prompt]:

@@ -33,6 +33,10 @@ class Lease:
 
     __slots__ = (
         "_blocks",
+        "_cached",
+        "_certain",
+        "_evicted",
+        "_length",
         "_number",
         "_on_release",
         "_prefilled",
@@ -59,7 +63,11 @@ class Lease:
         self.candidates = candidates
         self._on_release = on_release
         self.prefill_tokens = prompt.tokens
-        self.uncached_tokens = prompt.uncached_tokens(state)
+        self._length = prompt.tokens / prompt.block_tokens  # in blocks
+        self._cached = prompt.cached_blocks(state)
+        self._evicted = prompt.evicted_blocks(state, self._cached)
+        self._certain = not self._cached or state.prefixes.confirmed(prompt.blocks[self._cached - 1])
+        self.uncached_tokens = max(1, prompt.tokens - int(self._cached * prompt.block_tokens))
         self._blocks = prompt.blocks[: state.prefixes.pin(prompt.blocks)]
         self._waiting = True
         self._prefilled = False
@@ -101,6 +109,11 @@ class Lease:
         self.state.prefixes.unpin(self._blocks, prefilled=self._prefilled)
         if self._on_release is not None:
             self._on_release()
+
+    def found(self, share: float) -> None:
+        """Note how much of the prompt the worker says that it had cached, from 0 to 1."""
+        if self._certain:  # else it was chosen for what another request was about to prefill there
+            self.state.prefixes.learn(self._cached, self._evicted, share * self._length)
 
     def succeeded(self) -> bool:
         """Note for the worker's circuit breaker a whole answer; return whether that has closed it."""

@@ -11,6 +11,9 @@ flat table of hashes answers the longest match without a tree. The rules:
    (and then count as used); else they are gone.
 3. Pinned and unpinned blocks together never exceed the capacity, and it is kept at insertion: what doesn't
    fit is not recorded, tail first. Nothing sweeps.
+4. The capacity is a guess. Where workers say how much of a prompt they had cached, it follows their word: blocks that
+   were believed to be there, and weren't, make it smaller; blocks that had to go from here for want of room, and were
+   there, make it larger. For this the hashes of those that had to go are remembered, in a table that is bounded, too.
 """
 
 from __future__ import annotations
@@ -21,6 +24,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+LEAST_CAPACITY = 32
+"""Blocks that an adaptive index may hold at least: about one prompt."""
+
+# Shares of the capacity by which one answer changes it at the most. Until the first one that makes it smaller it grows
+# faster: it may have begun far too small. Found by replaying Mooncake's traces (docs/choosing-a-policy.md); for the
+# first two 0.02 to 0.1 differ little.
+_SHRINK = 0.05
+_GROW = 0.05
+_GROW_AT_FIRST = 0.25
 
 _CONFIRMED = 1  # lowest bit of a pin: the worker has prefilled this block
 _HOLD = 2  # what one request in flight adds to a pin
@@ -60,12 +73,16 @@ class PrefixIndex:
         ttl: seconds after its last use from which a block no longer matches; up to one second less, since only
             the whole second of a use is kept.
         clock: monotonic seconds, not negative.
+        most: how many blocks the capacity may grow to; it may shrink to `LEAST_CAPACITY` then. None: it stays.
     """
 
-    __slots__ = ("_blocks", "_capacity", "_clock", "_pinned", "_second", "_ttl")
+    __slots__ = ("_blocks", "_capacity", "_clock", "_evicted", "_has_shrunk", "_most", "_pinned", "_second", "_ttl")
 
-    def __init__(self, capacity: int, ttl: float, clock: Callable[[], float]) -> None:
+    def __init__(self, capacity: int, ttl: float, clock: Callable[[], float], most: int | None = None) -> None:
         self._capacity = capacity
+        self._most = most
+        self._has_shrunk = False
+        self._evicted: dict[int, None] = {}  # hashes, first gone first
         self._ttl = ttl
         self._clock = clock
         # hash -> if pinned: _HOLD x requests in flight, plus _CONFIRMED; else: minus the second of its last use.
@@ -86,22 +103,49 @@ class PrefixIndex:
         """How many blocks belong to requests in flight."""
         return self._pinned
 
+    @property
+    def capacity(self) -> int:
+        """How many blocks the worker is believed to have room for."""
+        return self._capacity
+
     def match(self, blocks: Sequence[int], limit: int) -> int:
         """Return how many of the first `limit` blocks are held, counted from the head without a gap."""
-        if limit <= 0 or not self._holds(blocks[0]):
-            return 0
-        if self._holds(blocks[limit - 1]):
-            return limit
+        return _reach(blocks, 0, limit, self._holds)
 
-        held, missing = 0, limit - 1
-        while missing - held > 1:
-            middle = (held + missing) // 2
-            if self._holds(blocks[middle]):
-                held = middle
-            else:
-                missing = middle
+    def confirmed(self, block: int) -> bool:
+        """Tell whether the worker has prefilled a block that is held, and is not just about to."""
+        return self._blocks[block] < 0 or bool(self._blocks[block] & _CONFIRMED)
 
-        return held + 1
+    def evicted(self, blocks: Sequence[int], start: int, limit: int) -> int:
+        """Return how many of the blocks from `start` to `limit` had to go for want of room, without a gap."""
+        return _reach(blocks, start, limit, self._evicted.__contains__) if self._evicted else 0
+
+    def learn(self, held: int, evicted: int, found: float) -> None:
+        """Adapt the capacity to what a worker has found in its cache of a prompt that it has now answered.
+
+        Args:
+            held: how many of the prompt's blocks were held here when the worker was chosen.
+            evicted: how many blocks behind those had been evicted here.
+            found: how many blocks the worker had. A tenth less than `held`, and a block, may be rounding.
+        """
+        if self._most is None:
+            return
+
+        if found < 0.9 * held - 1:
+            self._has_shrunk = True
+            believed = min(self._capacity, len(self._blocks))
+            self._capacity = max(
+                min(LEAST_CAPACITY, self._capacity), int(believed * (1 - _SHRINK * (1 - found / held)))
+            )
+            self._evict(len(self._blocks) - self._capacity)
+        elif evicted and (share := min(1.0, (found - held) / evicted)) > 0.5:
+            step = _GROW if self._has_shrunk else _GROW_AT_FIRST
+            self._capacity = min(self._most, int(self._capacity * (1 + step * share)) + 1)
+
+    def clear(self) -> None:
+        """Forget all blocks but those of requests in flight."""
+        self._blocks = {block: state & ~_CONFIRMED for block, state in self._blocks.items() if state > 0}
+        self._evicted.clear()
 
     def _holds(self, block: int) -> bool:
         state = self._blocks.get(block)
@@ -123,10 +167,13 @@ class PrefixIndex:
                 self._pinned += 1
             known += 1
 
-        fresh = min(len(blocks) - known, self._capacity - self._pinned)
+        fresh = max(0, min(len(blocks) - known, self._capacity - self._pinned))
         self._evict(len(table) + fresh - self._capacity)
         for block in islice(blocks, known, known + fresh):
             table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
+        if evicted := self._evicted:
+            for block in islice(blocks, known, known + fresh):
+                evicted.pop(block, None)
 
         self._pinned += fresh
         return known + fresh
@@ -168,3 +215,32 @@ class PrefixIndex:
             del self._blocks[block]
         for block in passed:  # to the end, or every later search would pass them again
             self._blocks[block] = self._blocks.pop(block)
+        self._remember(victims)
+
+    def _remember(self, victims: list[int]) -> None:
+        if self._most is None:
+            return
+
+        evicted = self._evicted
+        evicted.update(dict.fromkeys(victims))
+        excess = len(evicted) + self._capacity - self._most  # held or evicted: there are never more than `most`
+        for block in list(islice(evicted, max(0, excess))):
+            del evicted[block]
+
+
+def _reach(blocks: Sequence[int], start: int, limit: int, has: Callable[[int], bool]) -> int:
+    """Return how many blocks from `start` to `limit` are had, where one that is had means that all before it are."""
+    if start >= limit or not has(blocks[start]):
+        return 0
+    if has(blocks[limit - 1]):
+        return limit - start
+
+    last, missing = start, limit - 1
+    while missing - last > 1:
+        middle = (last + missing) // 2
+        if has(blocks[middle]):
+            last = middle
+        else:
+            missing = middle
+
+    return last + 1 - start

@@ -26,18 +26,26 @@ class Prompt:
         blocks: chained hashes of its whole blocks.
         block_tokens: estimated length of a block.
         reason: why its worker was chosen, in a word; a policy may say more than its own name here.
+
+    Args:
+        request: whose prompt it is.
+        block_bytes: size of a block, in bytes of the prefix key.
+        max_blocks: how many blocks are looked at; None: all.
+        scale: by which the request's tokens are more than the rule of thumb says.
     """
 
     __slots__ = ("_head", "_matchable", "block_tokens", "blocks", "reason", "tokens")
 
-    def __init__(self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None) -> None:
+    def __init__(
+        self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None, scale: float = 1.0
+    ) -> None:
         key = request.prefix_key
-        self.tokens = request.prompt_tokens
+        self.tokens = request.prompt_tokens if scale == 1.0 else max(1, round(request.prompt_tokens * scale))
         self.reason = ""
         self.blocks = block_hashes(key, block_bytes, (request.model,), max_blocks)
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
         self._matchable = max(0, len(key) - 1) // block_bytes
-        self.block_tokens = block_bytes / BYTES_PER_TOKEN
+        self.block_tokens = block_bytes / BYTES_PER_TOKEN * scale
         self._head = request.model.encode("utf-8", "replace") + key[:block_bytes] if self.blocks else b""
 
     @classmethod
@@ -66,11 +74,16 @@ class Prompt:
 
     def hit_ratio(self, state: WorkerState) -> float:
         """Return the share of the prompt's blocks that the worker holds, 0 to 1; 0 for a prompt without any."""
-        return self._cached_blocks(state) / self._matchable if self._matchable else 0.0
+        return self.cached_blocks(state) / self._matchable if self._matchable else 0.0
 
     def uncached_tokens(self, state: WorkerState) -> int:
         """Return how many tokens the worker would have to prefill, at least 1."""
-        return max(1, self.tokens - int(self._cached_blocks(state) * self.block_tokens))
+        return max(1, self.tokens - int(self.cached_blocks(state) * self.block_tokens))
 
-    def _cached_blocks(self, state: WorkerState) -> int:
+    def cached_blocks(self, state: WorkerState) -> int:
+        """Return how many of the prompt's blocks the worker probably holds, those of no use left out."""
         return state.prefixes.match(self.blocks, min(self._matchable, len(self.blocks)))
+
+    def evicted_blocks(self, state: WorkerState, cached: int) -> int:
+        """Return how many blocks behind the `cached` ones had to go from our picture of the worker."""
+        return state.prefixes.evicted(self.blocks, cached, min(self._matchable, len(self.blocks)))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.policies import Policy
     from asgi_router.scheduling.sessions import Sessions
     from asgi_router.scheduling.state import WorkerState
+    from asgi_router.scheduling.token_scales import TokenScales
 
 
 class Scheduler:
@@ -27,6 +28,7 @@ class Scheduler:
         max_blocks: how many blocks of a prompt are looked at: no more than a worker's index can hold.
         max_concurrent: how many requests a worker may have in flight; None: any number.
         sessions: which workers served sessions last; None: sessions don't matter.
+        scales: how many tokens a model makes of a text; None: what the rule of thumb says.
         on_release: called after each release of a lease.
         cut: makes the prompt of a request; None: its prefix key is cut into blocks, as the arguments above say.
     """
@@ -40,6 +42,7 @@ class Scheduler:
         max_blocks: int | None = None,
         max_concurrent: int | None = None,
         sessions: Sessions | None = None,
+        scales: TokenScales | None = None,
         on_release: Callable[[], None] | None = None,
         cut: Callable[[CompletionRequest], Prompt] | None = None,
     ) -> None:
@@ -48,7 +51,8 @@ class Scheduler:
         self._max_concurrent = max_concurrent
         self._sessions = sessions
         self._on_release = on_release
-        self._cut = cut or (lambda request: Prompt(request, block_bytes, max_blocks))
+        scale = scales.of if scales else lambda request: 1.0
+        self._cut = cut or (lambda request: Prompt(request, block_bytes, max_blocks, scale(request)))
 
     def select(
         self,

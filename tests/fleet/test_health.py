@@ -64,6 +64,17 @@ async def test_thresholds_in_a_row() -> None:
     routed.assert_released()
 
 
+async def test_a_worker_that_comes_back_has_lost_its_cache() -> None:
+    """It has probably been restarted, so what it held is forgotten; a failed probe alone forgets nothing."""
+    routed, monitor = monitored(answer("json"), failures=2, successes=1)
+    await Exchange(body=completion_body()).run(routed.app)
+    blocks = routed.router.stats().workers[0].prefix_blocks
+    assert blocks > 0
+    for script, held in ((DOWN, blocks), (UP, blocks), (DOWN, blocks), (DOWN, blocks), (UP, 0)):
+        await rounds(routed, monitor, script)
+        assert routed.router.stats().workers[0].prefix_blocks == held
+
+
 async def test_unhealthy_workers_get_no_requests_and_are_not_forgotten() -> None:
     """No new request goes to a sick worker; with all of them sick: 503. It is still there when it recovers."""
     routed, monitor = monitored({WORKER: DOWN, OTHER: answer("json")}, failures=1, successes=1)

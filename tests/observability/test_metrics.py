@@ -36,6 +36,7 @@ FAMILIES = {
     "asgi_router_worker_waiting_requests": "gauge",
     "asgi_router_worker_pending_prefill_tokens": "gauge",
     "asgi_router_worker_prefix_blocks": "gauge",
+    "asgi_router_worker_prefix_capacity": "gauge",
     "asgi_router_worker_healthy": "gauge",
     "asgi_router_worker_draining": "gauge",
     "asgi_router_worker_backing_off": "gauge",
@@ -81,7 +82,7 @@ async def test_one_request_is_seen_in_every_metric(accept: str) -> None:
     assert prompt > 0
     predicted = found.value("predicted_cached_tokens_total", **worker)
     assert predicted is not None
-    assert 0 < predicted < prompt / 2  # the second had the first one's blocks
+    assert 0 < predicted < prompt * 0.6  # the second had the first one's blocks
     assert found.value("reported_prompt_tokens_total", **worker) == 1900
     assert found.value("reported_cached_tokens_total", **worker) == 1024
     for name in ("duration_seconds", "first_byte_seconds"):

@@ -16,9 +16,9 @@ USAGE = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {
 @pytest.mark.parametrize(
     ("end", "usage"),
     [
-        (json.dumps({"choices": [], "usage": USAGE}), Usage(12, 8)),
-        (json.dumps({"choices": [], "usage": USAGE}, indent=1), Usage(12, 8)),
-        (f'data: {{"usage":null}}\n\ndata: {{"usage":{json.dumps(USAGE)}}}\n\ndata: [DONE]\n\n', Usage(12, 8)),
+        (json.dumps({"choices": [], "usage": USAGE}), Usage(12, 8, 3)),
+        (json.dumps({"choices": [], "usage": USAGE}, indent=1), Usage(12, 8, 3)),
+        (f'data: {{"usage":null}}\n\ndata: {{"usage":{json.dumps(USAGE)}}}\n\ndata: [DONE]\n\n', Usage(12, 8, 3)),
         ('{"usage": {"prompt_tokens": 1}} {"usage": {"prompt_tokens": 2}}', Usage(2, None)),
         ('"usage": {"prompt_tokens": 1}', Usage(1, None)),
         ('{"usage": {"prompt_tokens": 1}} {"usage": {"prompt_tok', Usage(1, None)),

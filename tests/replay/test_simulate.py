@@ -133,9 +133,24 @@ def test_affinity_pays_and_the_oracle_is_a_reference() -> None:
 def test_a_picture_that_is_too_large_promises_too_much() -> None:
     """Told of more cache than there is, the router believes in what has gone: predicted and real hits differ."""
     trace = conversations(requests=2_000, rate=20.0, seed=5)
-    small = Setup(workers=4, model=WorkerModel(cache_tokens=60_000), index_tokens=10_000_000)
+    small = Setup(workers=4, model=WorkerModel(cache_tokens=60_000), index_tokens=10_000_000, adapt=False)
     line = figures(replay(trace, "prefill_cost", small))
     assert line.predicted_hit_rate > line.hit_rate + 0.1
+
+
+@pytest.mark.parametrize(("believed", "gain"), [(10_000_000, -0.1), (15_000, 0.02)])
+def test_a_wrong_picture_is_put_right_by_what_workers_report(believed: int, gain: float) -> None:
+    """Told of far too much or too little cache, the router learns: predictions come true, and of too little, hits."""
+    trace = conversations(requests=4_000, rate=20.0, seed=5)
+
+    def hits(*, adapt: bool) -> tuple[float, float]:
+        setup = Setup(workers=4, model=WorkerModel(cache_tokens=60_000), index_tokens=believed, adapt=adapt)
+        line = figures(replay(trace, "prefill_cost", setup))
+        return line.hit_rate, abs(line.predicted_hit_rate - line.hit_rate)
+
+    (hits_before, error_before), (hits_after, error_after) = hits(adapt=False), hits(adapt=True)
+    assert error_after < 0.6 * error_before
+    assert hits_after > hits_before + gain
 
 
 def test_requests_come_faster() -> None:

@@ -143,6 +143,14 @@ def test_the_routers_own_log(tmp_path: Path) -> None:
     assert one.output_tokens == 51  # 1.5 seconds at 0.03
 
 
+def test_a_record_knows_its_time_and_its_tokens(tmp_path: Path) -> None:
+    """When a request came and how long its answer was is in the record: nothing is reckoned, whatever is around it."""
+    lines = [json.dumps(record(arrived=1_796_000_000.5 + at, real_completion_tokens=7)) for at in (0.0, 3.25)]
+    trace = read(tmp_path, *lines)
+    assert [request.arrival for request in trace.requests] == pytest.approx([0.0, 3.25])
+    assert [request.output_tokens for request in trace.requests] == [7, 7]
+
+
 def test_times_that_nobody_noted_are_made_up(tmp_path: Path) -> None:
     """Without times requests come at the rate that is asked for, the same ones for the same seed."""
     lines = [record() for _ in range(400)]
