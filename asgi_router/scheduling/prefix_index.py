@@ -141,6 +141,7 @@ class PrefixIndex:
         elif evicted and (share := min(1.0, (found - held) / evicted)) > 0.5:
             step = _GROW if self._has_shrunk else _GROW_AT_FIRST
             self._capacity = min(self._most, int(self._capacity * (1 + step * share)) + 1)
+            self._remember([])  # less of what had to go: that and the capacity share one bound
 
     def clear(self) -> None:
         """Forget all blocks but those of requests in flight."""

@@ -70,6 +70,18 @@ async def ask(routed: RoutedApart, **fields: object) -> Exchange:
     return exchange
 
 
+async def test_what_a_decode_worker_says_of_its_cache_teaches_nothing() -> None:
+    """Its `cached_tokens` are what it was sent: no picture changes by them. Its count of the prompt is believed."""
+    said = {"prompt_tokens": 2_000, "prompt_tokens_details": {"cached_tokens": 0}}
+    routed = RoutedApart(PREFILLED, Script.json({"choices": [], "usage": said}))
+    before = [state.prefixes.capacity for state in routed.router.workers]
+    for _ in range(3):
+        await ask(routed, kind="json")
+    assert [state.prefixes.capacity for state in routed.router.workers] == before
+    assert routed.events[0].prompt_tokens < 1_500
+    assert routed.events[-1].prompt_tokens == pytest.approx(2_000, rel=0.01)
+
+
 # --- no pair ----------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Runs the suite against each mutant in `mutants.py`: `scripts/mutants [NAME ...]`.
+"""Runs the suite against each mutant of this package: `scripts/mutants [NAME ...]`.
 
 Each mutant is one change of a copy of the package. It is killed when a test fails; a mutant that survives is a
 behaviour nobody tests, and so is one whose text is no longer found. The unchanged copy must pass.
@@ -12,8 +12,14 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants import apart, fleet, learning, operations, requests
+
+if TYPE_CHECKING:
+    from tests.mutants.mutant import Mutant
+
+MUTANTS = [*requests.MUTANTS, *operations.MUTANTS, *fleet.MUTANTS, *apart.MUTANTS, *learning.MUTANTS]
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120  # seconds for one run; a mutant that hangs is ended by it, and counts as killed
