@@ -44,7 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--index-tokens",
         type=_whole(0),
         default=RouterSettings.model_fields["prefix_capacity_tokens"].default,
-        help="what the router believes at first that a worker can hold: PREFIX_CAPACITY_TOKENS (default: %(default)s)",
+        help="what our router believes at first that a worker can hold, its PREFIX_CAPACITY_TOKENS "
+        "(default: %(default)s); others are told the truth",
     )
     add(
         "--no-adapt", action="store_true", help="and doesn't learn better from the workers' answers: PREFIX_ADAPT=false"

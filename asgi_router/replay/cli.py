@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asgi_router.replay.apart import replay_of
 from asgi_router.replay.arguments import add_options, setup_of
-from asgi_router.replay.choosers import chooser
+from asgi_router.replay.choosers import OWN, chooser
 from asgi_router.replay.generated import GENERATED
 from asgi_router.replay.report import COLUMNS, Figures, as_json, cells, figures, plain_table
 from asgi_router.replay.traces import Trace, read_trace
@@ -91,8 +92,11 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _run(trace: Trace, setup: Setup, names: Sequence[str]) -> list[Outcome]:
+    # Others' rules were not made for a picture that changes its size: they are told how much the caches hold.
+    told = replace(setup, index_tokens=None, adapt=False)
+
     def run(name: str, tell: Callable[[int], None] = lambda done: None) -> Outcome:
-        return replay_of(trace, setup, name, chooser(name, PolicyOptions()), tell)
+        return replay_of(trace, setup if name in OWN else told, name, chooser(name, PolicyOptions()), tell)
 
     try:
         from rich.console import Console  # what needs an extra is loaded where it is used

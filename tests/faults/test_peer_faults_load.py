@@ -57,7 +57,10 @@ async def test_65_a_burst_of_unique_long_prompts() -> None:
     """
     gate = anyio.Event()
     routed = Routed(
-        dict.fromkeys((WORKER, OTHER, THIRD), replace(GOOD, head=[gate])), policy="round_robin", health_interval=0
+        dict.fromkeys((WORKER, OTHER, THIRD), replace(GOOD, head=[gate])),
+        policy="round_robin",
+        health_interval=0,
+        prefix_capacity_tokens=250_000,
     )
     states = list(routed.router.workers)
     budget = routed.router.settings.prefix_capacity_tokens * 4 // routed.router.settings.prefix_block_bytes
