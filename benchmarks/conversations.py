@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 # Short common words: a token or two each. What they say doesn't matter, only that no two messages are alike.
-_WORDS = (
+_TEXT = (
     "a about after all also and any are as ask at back be but by can case code come could day do each end even find "
     "first for from get give go good great have help here how if in into it its just know last like line list long "
     "look make many may more most name need new next no not now number of on one only open or order other our out over "
     "part people place point read result right run same say see set show so some start state such take text than that "
     "the their them then there these they this time to two type up use value very want way we well what when which who "
     "will with word work would write year you your"
-).split()
+)
+_WORDS = _TEXT.split()
 
 
 class Message(TypedDict):

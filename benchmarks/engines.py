@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import re
 import shlex
 import signal
@@ -33,7 +32,6 @@ from starlette.applications import Starlette
 from asgi_router import Router, RouterMiddleware, RouterSettings
 from benchmarks.conversations import Load, schedule
 from example_app.__main__ import worker_command
-from example_app.llama_worker import TOKENS_PER_SLOT
 from example_app.worker_processes import WorkerFailed, free_ports, running, wait_until_healthy
 
 if TYPE_CHECKING:
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
 
 WORKERS = 4
 SLOTS = 2
+TOKENS_PER_SLOT = 4096
 READY_SECONDS = 40.0
 REQUEST_SECONDS = 60.0
 ATTEMPTS = 3
@@ -59,7 +58,9 @@ LOADS = {
     "as many as slots": Load(),
     "fewer than slots": Load(active=5),
     "twice the slots": Load(active=16),
+    "all slots busy": Load(families=6, active=12, in_flight=8),
 }
+"""By the conversations that are active at any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,8 @@ class Figures:
     first_byte_p50: float
     first_byte_p90: float
     whole_mean: float
+    repeated: int
+    """Requests that got an error first."""
     seconds: float
 
 
@@ -121,6 +124,7 @@ def figures(load: str, contender: str, answers: Sequence[Answer], seconds: float
         first_byte_p50=tenths[4],
         first_byte_p90=tenths[8],
         whole_mean=statistics.fmean(answer.whole for answer in answers),
+        repeated=sum(answer.asked > 1 for answer in answers),
         seconds=seconds,
     )
 
@@ -138,7 +142,8 @@ def workers(count: int = WORKERS, slots: int = SLOTS) -> Iterator[list[str]]:
 
     ports = free_ports(count)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    commands = [[*command, "--slots", str(slots), "--host", "127.0.0.1", "--port", str(port)] for port in ports]
+    size = ["--slots", str(slots), "--tokens-per-slot", str(TOKENS_PER_SLOT)]
+    commands = [[*command, *size, "--host", "127.0.0.1", "--port", str(port)] for port in ports]
     with running(commands) as processes:
         for process, url in zip(processes, urls, strict=True):
             wait_until_healthy(process, url, timeout=READY_SECONDS)
@@ -167,17 +172,18 @@ def own_router(settings: RouterSettings) -> Iterator[str]:
 
 @contextlib.contextmanager
 def foreign_router(command: str, urls: Sequence[str]) -> Iterator[str]:
-    """Run another router by its command, in which {urls} and {port} are filled in, and give its URL."""
+    """Run another router by its command, in which {urls}, {port} and {metrics_port} are filled in, and give its URL."""
     port, metrics_port = free_ports(2)
-    filled = command.format(urls=" ".join(urls), port=port, metrics_port=metrics_port)
-    process = subprocess.Popen(shlex.split(filled), stdout=subprocess.DEVNULL, start_new_session=True)
+    filled = shlex.split(command.format(urls=" ".join(urls), port=port, metrics_port=metrics_port))
+    # It knows nothing of us, so a shell ties it to us: its standard input closes with this process, however that ends.
+    tied = ["sh", "-c", '"$@" & read -r _; kill -9 $!', "sh", *filled]
+    process = subprocess.Popen(tied, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         wait_until_healthy(process, f"http://127.0.0.1:{port}", timeout=READY_SECONDS)
         yield f"http://127.0.0.1:{port}"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its children, too
-        process.wait()
+        with process:  # closes the pipe, and waits
+            pass
 
 
 async def hold(load: Load, url: str, *, sessions: bool = False, seed: int = 0) -> list[Answer]:
@@ -192,10 +198,12 @@ async def hold(load: Load, url: str, *, sessions: bool = False, seed: int = 0) -
                 answers.append(await _ask(http, conversation, load.answer_tokens, sessions=sessions))
 
     limits = httpx.Limits(max_connections=load.in_flight, max_keepalive_connections=load.in_flight)
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, limits=limits, trust_env=False) as http:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(load.in_flight):
-                group.create_task(client(http))
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=REQUEST_SECONDS, limits=limits, trust_env=False) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(load.in_flight):
+            group.create_task(client(http))
     return answers
 
 
@@ -220,9 +228,7 @@ async def _ask(http: httpx.AsyncClient, conversation: Conversation, max_tokens: 
     raise AssertionError
 
 
-async def _answer(
-    http: httpx.AsyncClient, conversation: Conversation, body: dict[str, object], asked: int
-) -> Answer:
+async def _answer(http: httpx.AsyncClient, conversation: Conversation, body: dict[str, object], asked: int) -> Answer:
     said: list[str] = []
     usage: dict[str, object] = {}
     first_byte: float | None = None
@@ -273,7 +279,8 @@ def run_policy(text: str, load: Load, *, seed: int = 0, count: int = WORKERS) ->
         count: how many workers.
     """
     policy, *more = text.split()
-    values: dict[str, object] = dict(word.split("=", 1) for word in more if word != "sessions")
+    pairs = (word.split("=", 1) for word in more if word != "sessions")
+    values: dict[str, object] = dict(pairs)
     with workers(count) as urls:
         settings = RouterSettings(workers=",".join(urls), policy=policy, decision_headers=True, **values)
         with own_router(settings) as url:
@@ -300,12 +307,14 @@ def main() -> int:
         for load_name, load in loads.items():
             for name, command in contenders:
                 began = time.perf_counter()
-                if command:
-                    answers = run_foreign(command, load, seed=options.seed)
-                else:
-                    answers = run_policy(name, load, seed=options.seed)
+                answers: list[Answer] = []
+                for seed in range(options.seeds):
+                    run = run_foreign(command, load, seed=seed) if command else run_policy(name, load, seed=seed)
+                    answers += run
+                    details += [
+                        {"load": load_name, "contender": name, "seed": seed, **asdict(answer)} for answer in run
+                    ]
                 told.append(figures(load_name, name, answers, time.perf_counter() - began))
-                details += [{"load": load_name, "contender": name, **asdict(answer)} for answer in answers]
     except WorkerFailed as exc:
         print(exc, file=sys.stderr)
         return 1
@@ -327,8 +336,10 @@ def print_tables(told: Sequence[Figures]) -> None:
         rows = [row for row in told if row.load == load]
         base = next((row.cached_tokens for row in rows if row.contender == "round_robin"), 0)
         print(f"\n{load}: {rows[0].requests} requests\n")
-        print("| contender | prompt tokens | cached | share | x round robin | predicted | TTFB mean/p50/p90 ms | s |")
-        print("|---" * 8 + "|")
+        print(
+            "| contender | prompt tokens | cached | share | x round robin | predicted | first byte, ms | repeated | s |"
+        )
+        print("|---" * 9 + "|")
         for row in rows:
             ratio = f"{row.cached_tokens / base:.2f}" if base else ""
             predicted = "" if row.predicted_tokens is None else f"{row.predicted_tokens:,}"
@@ -336,7 +347,7 @@ def print_tables(told: Sequence[Figures]) -> None:
             share = f"{row.cached_tokens / row.prompt_tokens:.1%}"
             print(
                 f"| {row.contender} | {row.prompt_tokens:,} | {row.cached_tokens:,} | {share} "
-                f"| {ratio} | {predicted} | {times} | {row.seconds:.0f} |"
+                f"| {ratio} | {predicted} | {times} | {row.repeated} | {row.seconds:.0f} |"
             )
 
 
@@ -353,7 +364,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--load", action="append", choices=[*LOADS], help="default: all")
     parser.add_argument("--requests", type=int, default=Load().requests)
-    parser.add_argument("--seed", type=int, default=0, help="of the load")
+    parser.add_argument("--seeds", type=int, default=3, help="how many loads of each kind; the figures are of all")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--answers", type=Path, help="file for each request, in JSON lines")
     return parser.parse_args()
