@@ -279,8 +279,11 @@ def run_policy(text: str, load: Load, *, seed: int = 0, count: int = WORKERS) ->
         count: how many workers.
     """
     policy, *more = text.split()
-    pairs = (word.split("=", 1) for word in more if word != "sessions")
-    values: dict[str, object] = dict(pairs)
+    values: dict[str, object] = {}
+    for word in more:
+        if word != "sessions":
+            name, _, value = word.partition("=")
+            values[name] = value
     with workers(count) as urls:
         settings = RouterSettings(workers=",".join(urls), policy=policy, decision_headers=True, **values)
         with own_router(settings) as url:
@@ -303,6 +306,7 @@ def main() -> int:
     contenders += [(name, command) for name, command in (router.split("=", 1) for router in options.router)]
     told: list[Figures] = []
     details: list[dict[str, object]] = []
+    code = 0
     try:
         for load_name, load in loads.items():
             for name, command in contenders:
@@ -317,17 +321,17 @@ def main() -> int:
                 told.append(figures(load_name, name, answers, time.perf_counter() - began))
     except WorkerFailed as exc:
         print(exc, file=sys.stderr)
-        return 1
+        code = 1
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
-        return 130
+        code = 130
 
-    print_tables(told)
+    print_tables(told)  # of what there is
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in told], indent=2) + "\n")
     if options.answers:
         options.answers.write_text("".join(json.dumps(row) + "\n" for row in details))
-    return 0
+    return code
 
 
 def print_tables(told: Sequence[Figures]) -> None:
