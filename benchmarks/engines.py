@@ -11,38 +11,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import re
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
-import uvicorn
-from starlette.applications import Starlette
 
-from asgi_router import Router, RouterMiddleware, RouterSettings
+from asgi_router import RouterSettings
 from benchmarks.conversations import Load, schedule
-from example_app.__main__ import worker_command
-from example_app.worker_processes import WorkerFailed, free_ports, running, wait_until_healthy
+from benchmarks.engine_fleet import SLOTS, TOKENS_PER_SLOT, WORKERS, foreign_router, own_router, workers
+from example_app.worker_processes import WorkerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from benchmarks.conversations import Conversation
 
-WORKERS = 4
-SLOTS = 2
-TOKENS_PER_SLOT = 4096
-READY_SECONDS = 40.0
 REQUEST_SECONDS = 60.0
 ATTEMPTS = 3
 PATH = "/v1/chat/completions"
@@ -127,63 +117,6 @@ def figures(load: str, contender: str, answers: Sequence[Answer], seconds: float
         repeated=sum(answer.asked > 1 for answer in answers),
         seconds=seconds,
     )
-
-
-@contextlib.contextmanager
-def workers(count: int = WORKERS, slots: int = SLOTS) -> Iterator[list[str]]:
-    """Start real workers with empty caches, and give their URLs.
-
-    Raises:
-        WorkerFailed: llama.cpp is not installed, or one of them did not start.
-    """
-    command = worker_command(simulated=False)
-    if "example_app.llama_worker" not in command:
-        raise WorkerFailed("This needs llama.cpp: pip install -e '.[demo]'.")
-
-    ports = free_ports(count)
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    size = ["--slots", str(slots), "--tokens-per-slot", str(TOKENS_PER_SLOT)]
-    commands = [[*command, *size, "--host", "127.0.0.1", "--port", str(port)] for port in ports]
-    with running(commands) as processes:
-        for process, url in zip(processes, urls, strict=True):
-            wait_until_healthy(process, url, timeout=READY_SECONDS)
-        yield urls
-
-
-@contextlib.contextmanager
-def own_router(settings: RouterSettings) -> Iterator[str]:
-    """Serve an app with the router in it by a uvicorn in a thread, and give its URL."""
-    app = Starlette()
-    app.add_middleware(RouterMiddleware, router=Router(settings))
-    (port,) = free_ports(1)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run, name="uvicorn", daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            if not thread.is_alive():
-                raise WorkerFailed("The router's server did not start.")
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(READY_SECONDS)
-
-
-@contextlib.contextmanager
-def foreign_router(command: str, urls: Sequence[str]) -> Iterator[str]:
-    """Run another router by its command, in which {urls}, {port} and {metrics_port} are filled in, and give its URL."""
-    port, metrics_port = free_ports(2)
-    filled = shlex.split(command.format(urls=" ".join(urls), port=port, metrics_port=metrics_port))
-    # It knows nothing of us, so a shell ties it to us: its standard input closes with this process, however that ends.
-    tied = ["sh", "-c", '"$@" & read -r _; kill -9 $!', "sh", *filled]
-    process = subprocess.Popen(tied, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        wait_until_healthy(process, f"http://127.0.0.1:{port}", timeout=READY_SECONDS)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with process:  # closes the pipe, and waits
-            pass
 
 
 async def hold(load: Load, url: str, *, sessions: bool = False, seed: int = 0) -> list[Answer]:
