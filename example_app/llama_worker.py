@@ -15,7 +15,7 @@ import xllamacpp
 
 from example_app.parent import stop_when_stdin_closes
 
-SLOTS = 4  # requests at once; each keeps the KV cache of the last prompt that it saw
+SLOTS = 4
 TOKENS_PER_SLOT = 4096
 
 
@@ -24,6 +24,10 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument(
+        "--slots", type=int, default=SLOTS, help="requests at once; each keeps the KV cache of the last prompt it saw"
+    )
+    parser.add_argument("--tokens-per-slot", type=int, default=TOKENS_PER_SLOT, help="of a prompt and its answer")
     parser.add_argument("--until-stdin-closes", action="store_true", help="end with the launcher")
     options = parser.parse_args()
 
@@ -33,21 +37,21 @@ def main() -> None:
     if options.until_stdin_closes:
         stop_when_stdin_closes()
 
-    server = xllamacpp.Server(_parameters(options.model, options.host, options.port))
+    server = xllamacpp.Server(_parameters(options))
     print(f"llama.cpp worker: {server.listening_address}", flush=True)
     signal.sigwait(stop_signals)
     # Not a normal exit: that destroys the server, which waits for streams that clients still read.
     os._exit(0)
 
 
-def _parameters(model: str, host: str, port: int) -> xllamacpp.CommonParams:
+def _parameters(options: argparse.Namespace) -> xllamacpp.CommonParams:
     parameters = xllamacpp.CommonParams()
-    parameters.model.path = model
+    parameters.model.path = options.model
     parameters.model_alias = {"tiny"}
-    parameters.hostnames = [host]
-    parameters.port = port
-    parameters.n_parallel = SLOTS
-    parameters.n_ctx = SLOTS * TOKENS_PER_SLOT
+    parameters.hostnames = [options.host]
+    parameters.port = options.port
+    parameters.n_parallel = options.slots
+    parameters.n_ctx = options.slots * options.tokens_per_slot
     # Evicted means gone. By default llama.cpp parks up to 8 GiB of old prompts in host memory, and a prompt
     # that the worker should have forgotten still hits.
     parameters.cache_ram_mib = 0
@@ -56,7 +60,8 @@ def _parameters(model: str, host: str, port: int) -> xllamacpp.CommonParams:
     # Two workers and the app share this machine, and the model is too small to gain from threads.
     parameters.cpuparams.n_threads = 1
     parameters.cpuparams_batch.n_threads = 1
-    parameters.n_threads_http = 2 * SLOTS
+    # With fewer it closes more idle connections just as a request comes.
+    parameters.n_threads_http = max(8, 2 * options.slots)
     parameters.endpoint_metrics = True
     # The default lets every web page that you visit talk to the worker.
     parameters.cors_origins = "localhost"
