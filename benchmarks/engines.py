@@ -49,6 +49,7 @@ LOADS = {
     "fewer than slots": Load(active=5),
     "twice the slots": Load(active=16),
     "all slots busy": Load(families=6, active=12, in_flight=8),
+    "long system prompts": Load(families=8, active=16, turns=(3, 6), system_words=800, message_words=(20, 60)),
 }
 """By the conversations that are active at any time."""
 
