@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asgi_router import RouterSettings, Worker
+from asgi_router.body_fields import read_fields
 from asgi_router.extraction import extract
 from asgi_router.prefix_key import BYTES_PER_TOKEN, chat_key
 from asgi_router.scheduling.breaker import Breaker
@@ -157,7 +158,7 @@ def time_one(fleet: Fleet, body: bytes) -> tuple[int, ...]:
     start = clock()
     request = extract(body, PATH)
     extracted = clock()
-    parsed = json.loads(body)
+    parsed = read_fields(body)
     parse = clock()
     key = chat_key(parsed)
     keyed = clock()
