@@ -85,8 +85,10 @@ def test_the_check_fails_only_if_it_fails_every_time(
 
 
 def test_recording(monkeypatch: pytest.MonkeyPatch, recorded: dict[str, float]) -> None:
-    """`--record` writes what is measured, and from then on that is what counts."""
-    assert run(monkeypatch, [{"one": 3.0, "two": 1.0}], "--record") == 0
+    """`--record` writes the middle of three measurements, and from then on that is what counts."""
+    attempts = [{"one": ratio, "two": 1.0} for ratio in (9.0, 1.0, 3.0)]
+    assert run(monkeypatch, attempts, "--record") == 0
+    assert json.loads(regression.REFERENCE.read_text(encoding="utf-8")) == {machine(): {"one": 3.0, "two": 1.0}}
     assert run(monkeypatch, [{"one": 3.0, "two": 1.0}]) == 0
 
 

@@ -167,7 +167,7 @@ def test_the_session_in_a_large_extra_body(extra: object, session: str) -> None:
 
 @pytest.mark.parametrize("pad", ["", PAD])
 def test_messages_behind_the_limits_are_passed_over(pad: str) -> None:
-    """Messages from the 4,097th on, parts from the 257th on, and messages behind 8,192 pieces don't count."""
+    """Messages from the 4,097th on, parts from the 257th on, and messages behind 4,096 pieces don't count."""
     pads: dict[str, object] = {"pad": "x" * FREE_BYTES} if pad else {}
 
     def key(messages: list[object]) -> bytes:
@@ -247,6 +247,17 @@ def test_a_long_conversation_extends_its_key_from_a_small_body_to_a_large_one() 
     ]
     assert len(keys[0]) < FREE_BYTES < len(keys[-1])
     assert all(longer.startswith(shorter) for shorter, longer in pairwise(keys))
+
+
+@pytest.mark.parametrize("member", ['"messages": [{"content": "a"}]', '"messages": [{"content": [{"text": "a"}]}]'])
+def test_a_key_that_stands_a_thousand_times(member: str) -> None:
+    """However often a body names its messages, each time with a list of its own, the last one counts, read or raw."""
+    body = "{" + f"{member}, " * 10_000 + '"messages": [{"role": "user", "content": "the last"}]}'
+    request = extract(body.encode(), CHAT)
+    assert b"the last" in request.prefix_key
+    inner = ", ".join(['"content": [{"text": "a"}]'] * 10_000)
+    request = extract(f'{{"messages": [{{{inner}, "content": "the last"}}]}}'.encode(), CHAT)
+    assert b"the last" in request.prefix_key
 
 
 def test_a_large_image_among_others() -> None:
