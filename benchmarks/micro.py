@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.operations import MB, extractions, hashing, leasing, pass_through, selection
-from benchmarks.selection import Figure, print_table
+from benchmarks.selection import SETTINGS, Figure, print_table
 
 if TYPE_CHECKING:
     from benchmarks.operations import Operation
@@ -51,7 +51,15 @@ def main() -> None:
 
     direct, through = pass_through()
     _, through_all = pass_through(metrics_path="/metrics", admin_prefix="/admin", serve_models=True)
-    everything = [*extractions(), hashing(), selection(), leasing(), direct, through, through_all]
+    everything = [
+        *extractions(),
+        hashing(),
+        selection(SETTINGS.prefix_capacity_tokens),
+        leasing(),
+        direct,
+        through,
+        through_all,
+    ]
     costs = [measure(operation, arguments.rounds) for operation in everything]
 
     print(f"Python {platform.python_version()}, {platform.machine()}. Processor time: median (min-max).\n")

@@ -92,10 +92,14 @@ def hashing() -> Operation:
     return Operation("blocks of 100 KB", lambda: Prompt(request, BLOCK_BYTES), 25)
 
 
-def selection() -> Operation:
-    """Choose, count, first byte and release: 4,000 characters, 8 workers, each of which holds a part of the prompt."""
+def selection(capacity: int) -> Operation:
+    """Choose, count, first byte and release: 4,000 characters, 8 workers, each of which holds a part of the prompt.
+
+    Args:
+        capacity: tokens that each worker is believed to hold, of which many don't fit into a processor's cache.
+    """
     rng = random.Random(0)
-    fleet = Fleet(8, rng)
+    fleet = Fleet(8, rng, capacity)
     bodies = [body_of(rng, 4_000) for _ in range(16)]
     fleet.warm(bodies)
     requests = cycle([extract(body, PATH) for body in bodies])

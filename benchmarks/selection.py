@@ -104,8 +104,7 @@ def record(index: PrefixIndex, blocks: Blocks) -> None:
 class Fleet:
     """Workers with full indexes and some requests in flight, as in the middle of a busy day."""
 
-    def __init__(self, size: int, rng: random.Random) -> None:
-        capacity = SETTINGS.prefix_capacity_tokens
+    def __init__(self, size: int, rng: random.Random, capacity: int = SETTINGS.prefix_capacity_tokens) -> None:
         self.states = [
             WorkerState(Worker(url=f"http://w{at}"), index_of(capacity), Breaker(5, 10.0, time.monotonic))
             for at in range(size)
