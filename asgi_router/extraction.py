@@ -1,16 +1,23 @@
 """Owns the reading of a request body: bytes in, one frozen `CompletionRequest` out.
 
 The body is parsed once, only to read it. It is never written again: the worker gets the client's own bytes.
-How the prompt becomes a key for the prefix index is in `prefix_key.py`.
+How it is parsed is in `body_fields.py`, how the prompt becomes a key for the prefix index in `prefix_key.py`.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING
 
+from msgspec import Raw
+
+from asgi_router.body_fields import MAX_MESSAGES, MAX_PARTS, read_fields
 from asgi_router.errors import InvalidRequest
 from asgi_router.prefix_key import chat_key, prompt_key, text_tokens
+
+if TYPE_CHECKING:
+    from asgi_router.body_fields import Fields
 
 LONG = 1024
 """Characters above which a model's, a session's or a request's name is no name."""
@@ -28,20 +35,25 @@ class CompletionRequest:
     """Top-level `session_id`, else `extra_body.session_id`; empty if neither is a non-empty string."""
     prompt_tokens: int
     """Estimated, at least 1: a token-id prompt counts exactly, text as one token for four bytes of UTF-8."""
-    message: str
-    """The prompt's text: trimmed pieces joined by one space. Empty for token ids and images alone."""
-    prefix_key: bytes
+    texts: tuple[str, ...] = field(repr=False)
+    """The prompt's texts as the client wrote them. Empty for token ids and images alone."""
+    prefix_key: bytes = field(repr=False)
     """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
     request_id: str = ""
     """The body's `request_id`, by which FastDeploy knows the request; empty if it has none that is a string."""
     text_only: bool = False
     """The prompt is text and nothing else, so that `prompt_tokens` is a guess from its length."""
 
+    @property
+    def message(self) -> str:
+        """The prompt's text: its texts, trimmed, joined by one space. They are joined anew whenever it is asked for."""
+        return " ".join(stripped for text in self.texts if (stripped := text.strip()))
+
     def without_text(self) -> CompletionRequest:
         """Return what is still of use when the answer has begun. Names that are too long to be shown go, too."""
         return replace(
             self,
-            message="",
+            texts=(),
             prefix_key=b"",
             model=self.model if len(self.model) <= LONG else "",
             session_id=self.session_id if len(self.session_id) <= LONG else "",
@@ -63,76 +75,73 @@ def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionReq
         InvalidRequest: the body is not a JSON object, or is nested more deeply than the interpreter can read.
     """
     if content_encoding.strip().lower() not in ("", "identity"):
-        return CompletionRequest("", False, "", text_tokens(len(body)), "", b"")
+        return CompletionRequest("", False, "", text_tokens(len(body)), (), b"")
 
     try:
-        fields = json.loads(body)
-        if not isinstance(fields, dict):
-            raise InvalidRequest("The request body must be a JSON object.")
-
-        return _read(fields, path)
+        return _read(read_fields(body), path)
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
     except ValueError:
-        # JSONDecodeError, UnicodeDecodeError, and the interpreter's limit on the digits of an integer. Their
+        # The parsers' errors, UnicodeDecodeError, and the interpreter's limit on the digits of an integer. Their
         # texts quote the body, so they are not passed on.
         raise InvalidRequest("The request body is not valid JSON.") from None
 
 
-def _read(fields: dict[str, object], path: str) -> CompletionRequest:
-    model = fields.get("model")
-    messages = fields.get("messages")
-    request_id = fields.get("request_id")
-
-    is_chat = path.endswith("/chat/completions") or (not path.endswith("/completions") and isinstance(messages, list))
+def _read(fields: Fields, path: str) -> CompletionRequest:
+    messages = fields.messages
+    is_chat = path.endswith("/chat/completions") or (
+        not path.endswith("/completions") and isinstance(messages, list | Raw)
+    )
     if is_chat:
-        pieces = _chat_pieces(messages)
+        texts = _chat_texts(messages)
         key = chat_key(fields)
     else:
-        pieces = _prompt_pieces(fields.get("prompt"))
+        texts = _prompt_texts(fields.prompt)
         key = prompt_key(fields)
 
     return CompletionRequest(
-        model=model if isinstance(model, str) else "",
-        stream=fields.get("stream") is True,
+        model=fields.model if isinstance(fields.model, str) else "",
+        stream=fields.stream is True,
         session_id=_session_id(fields),
         prompt_tokens=key.tokens,
-        message=" ".join(stripped for piece in pieces if (stripped := piece.strip())),
+        texts=tuple(texts),
         prefix_key=key.key,
-        request_id=request_id if isinstance(request_id, str) else "",
+        request_id=fields.request_id if isinstance(fields.request_id, str) else "",
         text_only=key.text_only,
     )
 
 
-def _session_id(fields: dict[str, object]) -> str:
-    extra = fields.get("extra_body")
+def _session_id(fields: Fields) -> str:
+    extra = fields.extra_body
     nested = extra.get("session_id") if isinstance(extra, dict) else None
-    for candidate in (fields.get("session_id"), nested):
+    for candidate in (fields.session_id, nested):
         if isinstance(candidate, str) and candidate:
             return candidate
 
     return ""
 
 
-def _chat_pieces(messages: object) -> list[str]:
+def _chat_texts(messages: object) -> list[str]:
     """Return the texts of a chat in order: string contents, and the `text` of parts whose type is text."""
-    pieces: list[str] = []
-    for message in messages if isinstance(messages, list) else ():
+    texts: list[str] = []
+    for message in islice(messages, MAX_MESSAGES) if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
-            pieces.append(content)
+            texts.append(content)
         elif isinstance(content, list):
-            pieces.extend(
+            texts.extend(
                 part["text"]
-                for part in content
+                for part in islice(content, MAX_PARTS)
                 if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             )
 
-    return pieces
+    return texts
 
 
-def _prompt_pieces(prompt: object) -> list[str]:
+def _prompt_texts(prompt: object) -> list[str]:
     if isinstance(prompt, str):
         return [prompt]
 
-    return [piece for piece in prompt if isinstance(piece, str)] if isinstance(prompt, list) else []
+    # A batch of token ids may hold a million of them, and no text.
+    items = islice(prompt, MAX_MESSAGES) if isinstance(prompt, list) else ()
+    return [item for item in items if isinstance(item, str)]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asgi_router import RouterSettings, Worker
+from asgi_router.body_fields import read_fields
 from asgi_router.extraction import extract
 from asgi_router.prefix_key import BYTES_PER_TOKEN, chat_key
 from asgi_router.scheduling.breaker import Breaker
@@ -103,8 +104,7 @@ def record(index: PrefixIndex, blocks: Blocks) -> None:
 class Fleet:
     """Workers with full indexes and some requests in flight, as in the middle of a busy day."""
 
-    def __init__(self, size: int, rng: random.Random) -> None:
-        capacity = SETTINGS.prefix_capacity_tokens
+    def __init__(self, size: int, rng: random.Random, capacity: int = SETTINGS.prefix_capacity_tokens) -> None:
         self.states = [
             WorkerState(Worker(url=f"http://w{at}"), index_of(capacity), Breaker(5, 10.0, time.monotonic))
             for at in range(size)
@@ -157,7 +157,7 @@ def time_one(fleet: Fleet, body: bytes) -> tuple[int, ...]:
     start = clock()
     request = extract(body, PATH)
     extracted = clock()
-    parsed = json.loads(body)
+    parsed = read_fields(body)
     parse = clock()
     key = chat_key(parsed)
     keyed = clock()

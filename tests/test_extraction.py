@@ -118,8 +118,8 @@ def test_the_other_field_is_ignored(path: str, other: dict[str, object]) -> None
 
 def test_an_empty_object_is_a_request() -> None:
     """Nothing is required: it is the worker's to refuse."""
-    assert extract(b"{}", CHAT) == CompletionRequest("", False, "", 1, "", b"", text_only=True)
-    assert extract(b" \r\n{}\t", TEXT) == CompletionRequest("", False, "", 1, "", b"")
+    assert extract(b"{}", CHAT) == CompletionRequest("", False, "", 1, (), b"", text_only=True)
+    assert extract(b" \r\n{}\t", TEXT) == CompletionRequest("", False, "", 1, (), b"")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_junk_does_not_count_as_media() -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "GZIP", " gzip ", "gzip, identity", "x-new"])
 def test_encoded_body_is_not_read(encoding: str) -> None:
     """An encoded body is known by its size alone, whatever is in it; a valid body is not refused for it."""
-    assert extract(b"\x1f\x8b" + b"\0" * 398, CHAT, encoding) == CompletionRequest("", False, "", 100, "", b"")
+    assert extract(b"\x1f\x8b" + b"\0" * 398, CHAT, encoding) == CompletionRequest("", False, "", 100, (), b"")
     assert extract(b'{"model": "m"}', CHAT, encoding).model == ""
 
 

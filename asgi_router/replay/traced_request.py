@@ -38,7 +38,7 @@ def traced(
         stream=True,
         session_id=session_id,
         prompt_tokens=tokens,
-        message="",
+        texts=(),
         prefix_key=b"",
         arrival=arrival,
         output_tokens=max(1, output_tokens),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from itertools import islice
+from struct import iter_unpack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def block_hashes(
         count = min(count, max_blocks)
     chain = hash(space)
     hashes = []
-    for start in range(0, count * block_bytes, block_bytes):
-        chain = hash((chain, key[start : start + block_bytes]))
+    for (block,) in iter_unpack(f"{block_bytes}s", memoryview(key)[: count * block_bytes]):
+        chain = hash((chain, block))
         hashes.append(chain)
 
     return tuple(hashes)

@@ -76,7 +76,7 @@ MUTANTS = [
         "the seed's other fault: selection sees nothing of the prompt",
         "extraction.py",
         "        key = chat_key(fields)\n",
-        "        key = prompt_key({})\n",
+        "        key = prompt_key(fields)\n",
         ["tests/test_seed_contract.py"],
     ),
     Mutant(

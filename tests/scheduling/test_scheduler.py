@@ -186,6 +186,7 @@ def test_the_scheduling_package_can_not_wait() -> None:
         "hashlib",
         "itertools",
         "math",
+        "struct",
         "typing",
         "weakref",
     }
