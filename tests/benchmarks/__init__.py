@@ -1,0 +1,1 @@
+"""Tests of what the benchmarks compute from their readings. Nothing here is timed."""
