@@ -14,29 +14,31 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
-from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
-from msgspec import Raw, Struct, ValidationError, defstruct
+from msgspec import DecodeError, Raw, Struct, ValidationError
 from msgspec.json import Decoder
 from msgspec.structs import astuple
 
+from asgi_router.body_types import (
+    CALLS,
+    LISTS,
+    MAX_PIECES,
+    OTHER_TEXTS,
+    PART_KINDS,
+    Batch,
+    ExtraBody,
+    Lists,
+    Media,
+    Messages,
+    Part,
+    RawFields,
+    TypedFields,
+    TypedFieldsAndIds,
+    UnusualError,
+)
 from asgi_router.errors import InvalidRequest
 
 NO_OBJECT = "The request body must be a JSON object."
-
-MAX_MESSAGES = 4096
-"""Messages of a chat, or prompts of a batch, that are read: those behind them are passed over.
-
-About ten times the longest conversations of agents. Together with the next two it bounds how long a body of many tiny
-messages stops the loop: to 6 ms.
-"""
-
-MAX_PARTS = 256
-"""Content parts of one message that are read."""
-
-MAX_PIECES = 4096
-"""Messages and parts of a request after which no further message is read."""
 
 FREE_BYTES = 100_000
 """Bodies up to this size are built whole, whatever is in them; and so much of what a larger body holds beside texts.
@@ -44,6 +46,7 @@ FREE_BYTES = 100_000
 Half as many values fit into it at the most, which take 1 to 5 ms.
 """
 
+_NOT_READ = (DecodeError, ValueError)  # the first has been one of the second since msgspec 0.20 only
 _QUOTE = ord('"')
 _BRACKET = ord("[")
 _BYTES_PER_VALUE = 32  # a body with fewer values than one for so many bytes is built in 5 ms a megabyte
@@ -94,19 +97,22 @@ def read_fields(body: bytes) -> Fields:
 
     try:
         return _read_typed(body)
-    except (ValidationError, _UnusualError):
+    except (ValidationError, UnusualError):
         strict = True
-    except ValueError:
+    except _NOT_READ:
         strict = False
 
     # From here on a large body is unusual, and parsed up to three times. What is built is bounded each time.
     if not strict:
-        with suppress(ValueError, _UnusualError):
+        with suppress(*_NOT_READ, UnusualError):
             return _read_typed(_repaired(body))
     if not _is_little(body):
         if not strict:
             raise ValueError("not JSON")
-        return _read_raw(body)
+        try:
+            return _read_raw(body)
+        except DecodeError:
+            raise ValueError("not JSON") from None
     return _build(body) if strict else _build_leniently(body)
 
 
@@ -130,7 +136,7 @@ def _is_little(body: bytes) -> bool:
 
 
 def _build(body: bytes) -> Fields:
-    with suppress(ValueError):
+    with suppress(*_NOT_READ):
         return _FIELDS.decode(body)
     # Parsed a second time only if it is no object, no JSON, or JSON for Python only.
     return _build_leniently(body)
@@ -145,147 +151,14 @@ def _build_leniently(body: bytes) -> Fields:
     return Fields(**{name: value.get(name) for name in Fields.__struct_fields__})
 
 
-class _UnusualError(Exception):
-    """A value that fits the types, but of which they drop what matters."""
-
-
-class _Lists:
-    """How many lists of messages and parts may still be built.
-
-    A body may name `content` a million times, each time with a list of its own, of which the last one counts.
-    """
-
-    __slots__ = ("left",)
-
-    def __init__(self) -> None:
-        self.left = 2 * MAX_MESSAGES
-
-    def take(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise _UnusualError
-
-
-# The parser calls the hooks below without a word on which of its calls they belong to.
-_LISTS: ContextVar[_Lists] = ContextVar("_LISTS")
-
-
-def _count_parts(_: Struct) -> None:
-    _LISTS.get().take(1)
-
-
-def _count_messages(_: Struct) -> None:
-    _LISTS.get().take(MAX_MESSAGES)
-
-
-class _Media(Struct, gc=False):
-    url: str | None = None
-    data: str | None = None
-
-
-class _Part(Struct, gc=False):
-    type: str | None = None
-    text: str | None = None
-    refusal: str | None = None
-    thinking: str | None = None
-    image_url: _Media | str | None = None
-    audio_url: _Media | str | None = None
-    video_url: _Media | str | None = None
-    input_audio: _Media | str | None = None
-
-
-_PART_KINDS = frozenset(_Part.__struct_fields__) - {"type"}
-
-# A list without an end is what a hostile body is made of. A struct that is read from an array has as many items as it
-# has fields; the parser steps over those behind them.
-if TYPE_CHECKING:
-
-    class _Parts(Struct): ...
-
-    class _Messages(Struct): ...
-
-    class _Batch(Struct): ...
-
-else:
-    _Parts = defstruct(
-        "_Parts",
-        [(f"part_{number}", _Part, None) for number in range(MAX_PARTS)],
-        namespace={"__post_init__": _count_parts},
-        array_like=True,
-        gc=False,
-    )
-
-
-class _Message(Struct, gc=False):
-    role: str | None = None
-    name: str | None = None
-    content: str | _Parts | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Raw = Raw()
-    function_call: Raw = Raw()
-
-
-if not TYPE_CHECKING:
-    _Messages = defstruct(
-        "_Messages",
-        [(f"message_{number}", _Message, None) for number in range(MAX_MESSAGES)],
-        namespace={"__post_init__": _count_messages},
-        array_like=True,
-        gc=False,
-    )
-    _Batch = defstruct(
-        "_Batch", [(f"ids_{number}", list[int], None) for number in range(MAX_MESSAGES)], array_like=True, gc=False
-    )
-
-
-_OTHER_TEXTS = ("name", "reasoning_content", "reasoning", "tool_call_id")
-_CALLS = ("tool_calls", "function_call")
-
-
-class _RawFields(Struct):
-    """All fields as bytes; the parser builds nothing."""
-
-    model: Raw = Raw()
-    stream: Raw = Raw()
-    session_id: Raw = Raw()
-    request_id: Raw = Raw()
-    extra_body: Raw = Raw()
-    cache_salt: Raw = Raw()
-    extra_key: Raw = Raw()
-    lora_path: Raw = Raw()
-    tools: Raw = Raw()
-    functions: Raw = Raw()
-    documents: Raw = Raw()
-    chat_template: Raw = Raw()
-    chat_template_kwargs: Raw = Raw()
-    reasoning_effort: Raw = Raw()
-    messages: Raw = Raw()
-    prompt: Raw = Raw()
-
-
-class _TypedFields(_RawFields):
-    messages: _Messages | None = None  # type: ignore[assignment]
-    prompt: str | None = None  # type: ignore[assignment]
-
-
-class _TypedFieldsAndIds(_TypedFields):
-    prompt: str | list[int] | None = None  # type: ignore[assignment]
-
-
-class _ExtraBody(Struct):
-    session_id: Raw = Raw()
-
-
 _FIELDS = Decoder(Fields)
-_RAW_FIELDS = Decoder(_RawFields)
-_TYPED_FIELDS = Decoder(_TypedFields)
-_TYPED_FIELDS_AND_IDS = Decoder(_TypedFieldsAndIds)
-_EXTRA_BODY = Decoder(_ExtraBody)
+_RAW_FIELDS = Decoder(RawFields)
+_TYPED_FIELDS = Decoder(TypedFields)
+_TYPED_FIELDS_AND_IDS = Decoder(TypedFieldsAndIds)
+_EXTRA_BODY = Decoder(ExtraBody)
 _ANY = Decoder()
 _IDS = Decoder(list[int])
-_BATCH = Decoder(_Batch)
+_BATCH = Decoder(Batch)
 
 
 class _Allowance:
@@ -311,11 +184,11 @@ class _Allowance:
 
 def _read_typed(body: bytes) -> Fields:
     decoder = _TYPED_FIELDS_AND_IDS if len(body) <= _MAX_ID_BYTES else _TYPED_FIELDS
-    counting = _LISTS.set(_Lists())
+    counting = LISTS.set(Lists())
     try:
         typed = decoder.decode(body)
     finally:
-        _LISTS.reset(counting)
+        LISTS.reset(counting)
     allowance = _Allowance()
     fields = _small_fields(typed, allowance)
     fields.prompt = typed.prompt
@@ -337,7 +210,7 @@ def _read_raw(body: bytes) -> Fields:
     return fields
 
 
-def _small_fields(raw: _RawFields, allowance: _Allowance) -> Fields:
+def _small_fields(raw: RawFields, allowance: _Allowance) -> Fields:
     """Return all fields but the two that hold the prompt."""
     fields = Fields(**{name: allowance.build(getattr(raw, name)) for name in Fields.__struct_fields__[:-2]})
     if isinstance(fields.extra_body, Raw):
@@ -349,7 +222,7 @@ def _small_fields(raw: _RawFields, allowance: _Allowance) -> Fields:
     return fields
 
 
-def _message_dicts(messages: _Messages, allowance: _Allowance) -> list[dict[str, object]]:
+def _message_dicts(messages: Messages, allowance: _Allowance) -> list[dict[str, object]]:
     dicts: list[dict[str, object]] = []
     pieces = 0
     for message in astuple(messages):
@@ -362,10 +235,10 @@ def _message_dicts(messages: _Messages, allowance: _Allowance) -> list[dict[str,
             pieces += len(content)
         pieces += 1
         known: dict[str, object] = {"role": message.role, "content": content}
-        for name in _OTHER_TEXTS:
+        for name in OTHER_TEXTS:
             if value := getattr(message, name):
                 known[name] = value
-        for name in _CALLS:
+        for name in CALLS:
             if raw := getattr(message, name):
                 known[name] = allowance.build(raw)
         dicts.append(known)
@@ -373,15 +246,15 @@ def _message_dicts(messages: _Messages, allowance: _Allowance) -> list[dict[str,
     return dicts
 
 
-def _part_dict(part: _Part) -> dict[str, object]:
+def _part_dict(part: Part) -> dict[str, object]:
     kind = part.type or "text"
-    value = getattr(part, kind) if kind in _PART_KINDS else None
-    if isinstance(value, _Media):
+    value = getattr(part, kind) if kind in PART_KINDS else None
+    if isinstance(value, Media):
         value = {"url": value.url} if value.url else {"url": value.data}
         if not value["url"]:
-            raise _UnusualError
+            raise UnusualError
     if value is None or (value == "" and kind.endswith(("url", "audio"))):
-        raise _UnusualError
+        raise UnusualError
     return {"type": part.type, kind: value}
 
 

@@ -16,7 +16,7 @@ from asgi_router.extraction import extract
 from tests.prompts import CHAT, TEXT
 
 SIZE = 2_000_000
-LIMIT = 60
+LIMIT = 200
 
 
 def cost(body: bytes, path: str) -> float:

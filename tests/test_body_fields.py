@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asgi_router.body_fields import FREE_BYTES, MAX_MESSAGES, MAX_PARTS, MAX_PIECES
+from asgi_router.body_fields import FREE_BYTES
+from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, MAX_PIECES
 from asgi_router.errors import InvalidRequest
 from asgi_router.extraction import CompletionRequest, extract
 from asgi_router.prefix_key import MAX_KEY_BYTES, MEDIA_TOKENS
