@@ -111,15 +111,16 @@ class Client:
     async def forward(self, message: Message, *, last: bool) -> None:
         """Send a message of the wrapped app's, as it is; `last` if it ends the answer."""
         if message["type"] == "http.response.start":
-            self._begin(message["status"], list(message["headers"]))
+            headers = [(name.lower(), value) for name, value in message["headers"]]
+            self._begin(message["status"], headers, is_event_stream(headers))
         else:
             self._last.append(message.get("body", b""))
             self.finished = self.finished or last
         await self._deliver(message)
 
-    async def start(self, status: int, headers: RawHeaders) -> None:
-        """Send the status and the headers."""
-        self._begin(status, headers)
+    async def start(self, status: int, headers: RawHeaders, *, events: bool = False) -> None:
+        """Send the status and the headers, whose names are in lower case; `events` if they announce such."""
+        self._begin(status, headers, events)
         await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, chunk: bytes) -> None:
@@ -157,12 +158,10 @@ class Client:
         gap = b"\n\n" if self._last and not self.end_of_answer.endswith(_EVENT_ENDS) else b""
         await self.write(gap + b"data: " + error.body() + b"\n\n")
 
-    def _begin(self, status: int, headers: RawHeaders) -> None:
+    def _begin(self, status: int, headers: RawHeaders, events: bool) -> None:
         self.status = status
-        headers = [(name.lower(), value) for name, value in headers]
-        names = {name for name, _ in headers}
-        # Of a body that is encoded, or has a declared length, nothing can be added.
-        self._event_stream = is_event_stream(headers) and not names & {b"content-encoding", b"content-length"}
+        # To a body that is encoded, or has a declared length, nothing can be added.
+        self._event_stream = events and not {name for name, _ in headers} & {b"content-encoding", b"content-length"}
 
     async def _deliver(self, message: Message) -> None:
         self._sending = True  # and so it stays if the send is broken off: nobody knows what has been taken

@@ -5,12 +5,13 @@ How workers are chosen and asked is the mode's: `mixed.py`, or prefill and decod
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
+from msgspec.structs import replace
 
 from asgi_router.client import ClientGone
 from asgi_router.errors import (
@@ -25,7 +26,7 @@ from asgi_router.errors import (
     WorkerUnreachable,
 )
 from asgi_router.extraction import extract
-from asgi_router.headers import header, routers_passed
+from asgi_router.headers import routers_passed
 from asgi_router.mixed import note_failure
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ logger = logging.getLogger("asgi_router")
 
 class Mode(Protocol):
     """How the workers share the work."""
+
+    @property
+    def bears_native_cancellation(self) -> bool:
+        """Whether `task.cancel()` on the task that calls `ask` loses nothing, now: no connection, no place."""
+        ...
 
     async def choose(self, exchange: Exchange) -> None:
         """Lease the worker, or workers, that shall serve the request.
@@ -121,17 +127,19 @@ class Dispatcher:
 
     async def _answer(self, exchange: Exchange, path: str) -> None:
         client = exchange.client
-        if routers_passed(client.scope.get("headers") or ()) >= MAX_ROUTERS:
+        if b"via" in exchange.headers and routers_passed(client.scope["headers"]) >= MAX_ROUTERS:
             raise RoutedTwice("The request goes round in circles: routers send it to each other.")
 
+        if exchange.reason is not None:
+            raise exchange.reason
         with exchange.scope:
             exchange.body = await client.read_body(self._settings.max_body_bytes)
             began = exchange.times.clock()
             exchange.request = extract(
-                exchange.body, path, header(client.scope.get("headers") or (), b"content-encoding")
+                exchange.body, path, exchange.headers.get(b"content-encoding", b"").decode("latin-1")
             )
             if self._settings.session_header and not exchange.request.session_id:
-                session = header(client.scope.get("headers") or (), self._settings.session_header.encode())
+                session = exchange.headers.get(self._settings.session_header.encode(), b"").decode("latin-1")
                 exchange.request = replace(exchange.request, session_id=session)
             exchange.ids.use_body_id(exchange.request.request_id)
             exchange.times.selecting = exchange.times.clock() - began
@@ -140,11 +148,31 @@ class Dispatcher:
             raise exchange.reason
 
     async def _serve_watched(self, exchange: Exchange, path: str) -> None:
-        """Serve the request in a task of its own, while this one listens for the client's leaving.
+        """Serve the request while somebody listens for the client's leaving."""
+        if exchange.native:
+            await self._serve_here(exchange, path)
+        else:
+            await self._serve_apart(exchange, path)
 
-        Not the other way round: this is the task that a server or a host cancels natively. Here that only ends
-        the listening, and the task group then ends the other task in anyio's way, which respects shields (httpcore
-        loses connections to native cancellation: encode/httpcore#1093).
+    async def _serve_here(self, exchange: Exchange, path: str) -> None:
+        """Serve it in this task, and listen in another one: the cheaper way, by 50 us (docs/performance.md).
+
+        This is the task that a server or a host cancels natively. That may come at any await, and nothing that must
+        happen stands behind one. The listener holds nothing, so nobody waits for its end.
+        """
+        listener = asyncio.create_task(self._listen(exchange))
+        try:
+            await asyncio.sleep(0)  # a client that has gone already costs no prefill
+            await self._serve(exchange, path)
+        finally:
+            listener.cancel()
+
+    async def _serve_apart(self, exchange: Exchange, path: str) -> None:
+        """Serve it in a task of its own, and listen in this one.
+
+        This is the task that a server or a host cancels natively. Here that only ends the listening, and the task group
+        then ends the other task in anyio's way, which respects shields (httpcore loses connections to native
+        cancellation: encode/httpcore#1093).
         """
         failure: Exception | None = None
         served = False
@@ -221,5 +249,5 @@ class Dispatcher:
         if exchange.sent > self._settings.retry_attempts:
             return False
         mark = self._settings.retry_safe_header
-        marked = mark is not None and header(exchange.client.scope.get("headers") or (), mark.encode()) != ""
+        marked = mark is not None and exchange.headers.get(mark.encode(), b"") != b""
         return marked or self._mode.repeats(error)

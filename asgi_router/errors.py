@@ -145,3 +145,21 @@ class AnswerCut(WorkerError):
     """The worker's fault: it broke after its answer began. The client sees the answer cut short."""
 
     code = "worker_failed_mid_answer"
+
+
+# What is late, is said beforehand by one of these, and made only when it is.
+
+
+def silent() -> WorkerTimeout:
+    """Return the error of a worker whose answer hasn't begun in time."""
+    return WorkerTimeout("The worker did not answer in time.")
+
+
+def paused() -> WorkerTimeout:
+    """Return the error of a worker whose answer has stopped."""
+    return WorkerTimeout("The worker paused for too long.")
+
+
+def unreachable() -> WorkerUnreachable:
+    """Return the error of a worker that could not be connected to in time."""
+    return WorkerUnreachable("No connection to the worker could be made in time.")

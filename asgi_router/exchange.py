@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 import anyio
 
 from asgi_router.client import ClientGone
-from asgi_router.errors import WorkerTimeout, WorkerUnreachable
+from asgi_router.errors import silent, unreachable
+from asgi_router.headers import first_values
 from asgi_router.observability.record import Times, read_ids
+from asgi_router.time_limit import TaskScope, TimeLimit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import TracebackType
 
     from starlette.types import ASGIApp
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from asgi_router.extraction import CompletionRequest
     from asgi_router.scheduling.lease import Lease
     from asgi_router.scheduling.state import WorkerState
+    from asgi_router.time_limit import Scope
 
 END_GRACE = 1.0
 """Seconds that the last `send` may take once the client has gone."""
@@ -43,6 +47,7 @@ class Exchange:
     Attributes:
         body: the client's request body; empty once no worker can be asked any more.
         request: what was read in it; likewise without the prompt.
+        native: it bears native cancellation, and is ended by it.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
         app: the app that the middleware wraps, for the worker `local`.
         prefill: the claim on the worker that prefills for it, where prefill and decode are apart.
@@ -55,6 +60,7 @@ class Exchange:
         sent: to how many workers it was sent, all of which have failed or were busy.
         scope: encloses all that is done for this request: upload, queue, worker and answer.
         reason: why the scope was cancelled.
+        headers: the first value of each of its headers, by name in lower case.
         ids: what the request is called by.
         worker_id: what workers know it by, if that isn't its own id.
         times: what took how long.
@@ -70,9 +76,11 @@ class Exchange:
         "blamed",
         "body",
         "client",
+        "headers",
         "ids",
         "in_app",
         "lease",
+        "native",
         "outcome",
         "path",
         "placed",
@@ -87,11 +95,14 @@ class Exchange:
         "worker_id",
     )
 
-    def __init__(self, client: Client, path: str, app: ASGIApp, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, client: Client, path: str, app: ASGIApp, clock: Callable[[], float], *, native: bool = False
+    ) -> None:
         self.client = client
         self.app = app
         self.path = path
-        self.ids = read_ids(client.scope.get("headers") or ())
+        self.headers = first_values(client.scope.get("headers") or ())
+        self.ids = read_ids(self.headers)
         self.times = Times(clock)
         self.outcome = "cancelled"
         self.worker_id = ""
@@ -106,10 +117,11 @@ class Exchange:
         self.preempted = 0
         self.in_app = False
         self.sent = 0
-        self.scope = anyio.CancelScope()
+        self.native = native
+        self.scope: Scope = TaskScope() if native else anyio.CancelScope()
         self.reason: Exception | None = None
-        self._attempt = self.scope
-        self._late: Exception | None = None
+        self._attempt: TimeLimit | None = None
+        self._late: Callable[[], Exception] | None = None
         self._held: list[HeldBody] = []
 
     @property
@@ -118,24 +130,22 @@ class Exchange:
         retry = f"-retry{self.attempts - 1}" if self.attempts > 1 else ""
         return self.ids.request_id + retry
 
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Enclose one try at a worker, which may run out of time.
+    def attempt(self) -> Attempt:
+        """Return what encloses one try at a worker, which may run out of time.
 
         Raises:
-            Exception: what the last `allow` gave.
+            Exception: at its end, what the last `allow` gave.
         """
-        with anyio.CancelScope() as self._attempt:
-            yield
-        if self._attempt.cancelled_caught and self._late is not None:
-            raise self._late
+        return Attempt(self)
 
-    def allow(self, seconds: float | None, late: Exception) -> None:
-        """Give what follows in this attempt `seconds` (None: no limit), and say what it means if they pass."""
-        if self._attempt.cancel_called:
+    def allow(self, seconds: float | None, late: Callable[[], Exception]) -> None:
+        """Give what follows in this attempt `seconds` (None: no limit); `late` makes the error for when they pass."""
+        attempt = self._attempt
+        if attempt is None or attempt.passed:
             return  # it is too late: the reason stays
         self._late = late
-        self._attempt.deadline = math.inf if seconds is None else anyio.current_time() + seconds
+        if seconds is not None or attempt.until != math.inf:
+            attempt.allow(seconds)
 
     def stop(self, reason: Exception) -> None:
         """End the request now.
@@ -145,7 +155,7 @@ class Exchange:
         """
         if self.client.finished:
             if not self.in_app:
-                self.allow(END_GRACE, ClientGone())
+                self.allow(END_GRACE, ClientGone)
         elif self.reason is None:
             self.reason = reason
             self.scope.cancel()
@@ -157,24 +167,28 @@ class Exchange:
             self.scope.cancel()
 
     @contextmanager
-    def pausing(self, seconds: float | None, late: Exception) -> Iterator[None]:
+    def pausing(self, seconds: float | None, late: Callable[[], Exception]) -> Iterator[None]:
         """Give what is enclosed `seconds`, as `allow`, and go on with the present time limit after it."""
-        before, deadline = self._late, self._attempt.deadline
+        attempt, before = self._attempt, self._late
+        assert attempt is not None  # requests are served in one
+        until = attempt.until
         self.allow(seconds, late)
         try:
             yield
         finally:
-            if not self._attempt.cancel_called:
-                self._late, self._attempt.deadline = before, deadline
+            if not attempt.passed:
+                self._late = before
+                attempt.move(until)
 
     def progress(self, *, sending: bool) -> None:
         """Note how far the transport is: it connects, or it begins to send. What is late means something else then."""
-        if self._attempt.cancel_called or self._attempt.deadline == math.inf:
+        attempt = self._attempt
+        if attempt is None or attempt.passed or attempt.until == math.inf:
             return
         if sending:
-            self._late = WorkerTimeout("The worker did not answer in time.")
+            self._late = silent
         else:
-            self._late = WorkerUnreachable("No connection to the worker could be made in time.")
+            self._late = unreachable
 
     def hold(self, body: bytes) -> HeldBody:
         """Return what keeps the body of a request to a worker until the prompt is forgotten."""
@@ -201,3 +215,24 @@ class Exchange:
             self.prefill.release()
         if self.lease is not None:
             self.lease.release()
+
+
+class Attempt:
+    """Encloses one try at a worker."""
+
+    __slots__ = ("_exchange", "_limit")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._limit = exchange._attempt = TimeLimit(native=exchange.native)
+
+    def __enter__(self) -> None:
+        self._limit.__enter__()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        handled = self._limit.__exit__(exc_type, exc, traceback)
+        if self._limit.scope.cancelled_caught and self._exchange._late is not None:
+            raise self._exchange._late()
+        return handled

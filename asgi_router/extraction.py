@@ -6,13 +6,14 @@ How it is parsed is in `body_fields.py`, how the prompt becomes a key for the pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from msgspec import Raw
+from msgspec import Raw, Struct
+from msgspec.structs import replace
 
-from asgi_router.body_fields import MAX_MESSAGES, MAX_PARTS, read_fields
+from asgi_router.body_fields import read_fields
+from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS
 from asgi_router.errors import InvalidRequest
 from asgi_router.prefix_key import chat_key, prompt_key, text_tokens
 
@@ -23,8 +24,7 @@ LONG = 1024
 """Characters above which a model's, a session's or a request's name is no name."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
+class CompletionRequest(Struct, frozen=True):
     """What the router knows of one completion request."""
 
     model: str
@@ -35,14 +35,17 @@ class CompletionRequest:
     """Top-level `session_id`, else `extra_body.session_id`; empty if neither is a non-empty string."""
     prompt_tokens: int
     """Estimated, at least 1: a token-id prompt counts exactly, text as one token for four bytes of UTF-8."""
-    texts: tuple[str, ...] = field(repr=False)
+    texts: tuple[str, ...]
     """The prompt's texts as the client wrote them. Empty for token ids and images alone."""
-    prefix_key: bytes = field(repr=False)
+    prefix_key: bytes
     """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
     request_id: str = ""
     """The body's `request_id`, by which FastDeploy knows the request; empty if it has none that is a string."""
     text_only: bool = False
     """The prompt is text and nothing else, so that `prompt_tokens` is a guess from its length."""
+
+    def __repr__(self) -> str:
+        return f"<CompletionRequest for {self.model!r}: {self.prompt_tokens} tokens>"
 
     @property
     def message(self) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from asgi_router.peers import HOP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from starlette.types import Scope
 
@@ -51,10 +51,15 @@ VIA = (b"via", b"1.1 asgi-router")
 _CONTROLS = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-def request_headers(scope: Scope) -> RawHeaders:
-    """Return what the worker gets of the client's headers, with the client's address in `x-forwarded-for`."""
+def request_headers(scope: Scope, replaced: Collection[bytes] = ()) -> RawHeaders:
+    """Return what the worker gets of the client's headers, with the client's address in `x-forwarded-for`.
+
+    Args:
+        scope: the client's request.
+        replaced: names, in lower case, that are left out.
+    """
     raw: RawHeaders = scope.get("headers") or []
-    drops = _REQUEST_DROPS | _connection_listed(raw)
+    drops = _REQUEST_DROPS.union(_connection_listed(raw), replaced)
     headers: RawHeaders = []
     cookies: list[bytes] = []
     hops: list[bytes] = []
@@ -83,29 +88,40 @@ def request_headers(scope: Scope) -> RawHeaders:
     return headers
 
 
-def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
-    """Return what the client gets of the worker's headers.
+def response_headers(raw: RawHeaders) -> tuple[RawHeaders, bool]:
+    """Return what the client gets of the worker's headers, whose names are in lower case, and whether it gets events.
 
     Event streams are marked as not to be buffered or cached, unless the worker says otherwise: nginx holds
     back what it proxies by default.
     """
-    lowered = [(name.lower(), value) for name, value in raw]
-    drops = _RESPONSE_DROPS | _connection_listed(lowered)
-    if any(name == b"transfer-encoding" for name, _ in lowered):
+    names = [name for name, _ in raw]
+    drops = _RESPONSE_DROPS
+    if b"connection" in names:
+        drops |= _connection_listed(raw)
+    if b"transfer-encoding" in names:
         drops |= {b"content-length"}  # it doesn't count beside the other (RFC 9112, section 6.3)
-    headers = [
-        (name, _CONTROLS.sub(b" ", value))
-        for name, value in lowered
-        if name not in drops and not name.startswith(_RESPONSE_DROP_PREFIXES)
-    ]
-    if is_event_stream(headers):
-        names = {name for name, _ in headers}
+    headers = [header for header in raw if header[0] not in drops and not header[0].startswith(_RESPONSE_DROP_PREFIXES)]
+    events = b"content-type" in names and is_event_stream(headers)
+    if events:
         if b"cache-control" not in names:
             headers.append((b"cache-control", b"no-cache"))
         if b"x-accel-buffering" not in names:
             headers.append((b"x-accel-buffering", b"no"))
 
-    return headers
+    return headers, events
+
+
+def without_controls(value: bytes) -> bytes:
+    """Return a header's value as servers take it: what must not be in one is a space."""
+    return _CONTROLS.sub(b" ", value)
+
+
+def first_values(raw: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Return the first value of each header, by names in lower case: for several looks at the same headers."""
+    values: dict[bytes, bytes] = {}
+    for name, value in raw:
+        values.setdefault(name.lower(), value)
+    return values
 
 
 def routers_passed(headers: Iterable[tuple[bytes, bytes]]) -> int:

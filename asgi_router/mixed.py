@@ -6,26 +6,26 @@ import logging
 from typing import TYPE_CHECKING
 
 from asgi_router.admission import Admission
-from asgi_router.errors import RoutedTwice, WorkerBusy, WorkerError, WorkerTimeout, WorkerUnreachable
+from asgi_router.errors import RoutedTwice, WorkerBusy, WorkerError, WorkerUnreachable, silent
 from asgi_router.headers import retry_after
+from asgi_router.upstream.answer import close
 from asgi_router.upstream.local import BUSY, LocalCall
-from asgi_router.upstream.relay import close_response, relay
-from asgi_router.upstream.request import upstream_request
-from asgi_router.upstream.transport import open_response
+from asgi_router.upstream.relay import relay
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    import httpx
-
     from asgi_router.exchange import Exchange
     from asgi_router.extraction import CompletionRequest
+    from asgi_router.fleet.registry import Registry
     from asgi_router.headers import RawHeaders
     from asgi_router.peers import Peers
     from asgi_router.scheduling.lease import Lease
     from asgi_router.scheduling.scheduler import Scheduler
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.settings import RouterSettings
+    from asgi_router.upstream.answer import WorkerAnswer
+    from asgi_router.upstream.upstream import Upstream
 
 logger = logging.getLogger("asgi_router")
 
@@ -40,7 +40,7 @@ class Mixed:
         settings: the router's.
         workers: the fleet.
         scheduler: chooses among it.
-        transport: how requests reach the workers.
+        upstream: how requests reach the workers.
         peers: the other routers of this fleet.
 
     Attributes:
@@ -50,17 +50,22 @@ class Mixed:
     def __init__(
         self,
         settings: RouterSettings,
-        workers: Collection[WorkerState],
+        workers: Registry,
         scheduler: Scheduler,
-        transport: httpx.AsyncBaseTransport,
+        upstream: Upstream,
         peers: Peers,
     ) -> None:
         self._settings = settings
         self._workers = workers
         self._scheduler = scheduler
-        self._transport = transport
+        self._upstream = upstream
         self._peers = peers
         self.admission = Admission(self._select, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout)
+
+    @property
+    def bears_native_cancellation(self) -> bool:
+        """Whether requests lose nothing when their task is cancelled natively; see `Mode`."""
+        return self._upstream.bears_native_cancellation and not self._workers.has_local
 
     def _select(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> Lease:
         return self._scheduler.select(self._workers, request, exclude=exclude)
@@ -107,7 +112,7 @@ class Mixed:
         settings, lease = self._settings, exchange.lease
         assert lease is not None  # it was chosen
         own_headers = decision_headers(exchange, lease) if settings.decision_headers else []
-        exchange.allow(settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
+        exchange.allow(settings.first_byte_timeout, silent)
         if lease.state.worker.is_local:
             call = LocalCall(
                 exchange,
@@ -121,38 +126,36 @@ class Mixed:
             note_status(lease, exchange.client.status)
             return
 
-        response = await self._open(exchange, path, lease)
+        answer = await self._open(exchange, path, lease)
         await relay(
-            response,
+            answer,
             exchange,
             lease,
             own_headers=own_headers,
             idle_timeout=settings.idle_timeout,
             send_timeout=settings.send_timeout,
         )
-        note_status(lease, response.status_code)
+        note_status(lease, answer.status)
 
-    async def _open(self, exchange: Exchange, path: str, lease: Lease) -> httpx.Response:
-        """Send the request, and return the worker's response as soon as its head is there.
+    async def _open(self, exchange: Exchange, path: str, lease: Lease) -> WorkerAnswer:
+        """Send the request, and return the worker's answer as soon as its head is there.
 
         Raises:
             WorkerBusy, WorkerError: as `Mode.ask`.
         """
-        outgoing = upstream_request(
+        answer = await self._upstream.open(
             exchange,
             lease.state.worker.url + path,
             exchange.body,
             own_headers=self._peers.signed(exchange.ids.request_id),
-            connect_timeout=self._settings.connect_timeout,
-            write_timeout=self._settings.idle_timeout,
+            progress=exchange.progress,
         )
-        response = await open_response(self._transport, outgoing, exchange.progress)
-        if response.status_code in BUSY:
-            lease.state.breaker.back_off(retry_after(response.headers.raw))
+        if answer.status in BUSY:
+            lease.state.breaker.back_off(retry_after(answer.headers))
             if self._may_help(exchange):
-                await close_response(response)
+                await close(answer)
                 raise WorkerBusy("The worker is busy.")
-        return response
+        return answer
 
 
 def note_status(lease: Lease, status: int) -> None:

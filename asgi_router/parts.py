@@ -22,6 +22,7 @@ from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.scheduling.sessions import Sessions
 from asgi_router.scheduling.state import WorkerState
 from asgi_router.settings import SettingsError
+from asgi_router.upstream.upstream import Upstream
 
 if TYPE_CHECKING:
     import random
@@ -121,15 +122,16 @@ def new_mode(
     policy: Policy | None = None,
 ) -> Mixed | Disaggregated:
     """Return how the workers share the work; `policy` goes before the one that chooses who prefills."""
+    upstream = Upstream(transport, connect_timeout=settings.connect_timeout, write_timeout=settings.idle_timeout)
     if settings.mode == "disaggregated":
         prefill = new_scheduler(settings.prefill_policy, policy)
         decode = new_scheduler(settings.decode_policy, None)
         dialect = DIALECTS[settings.pd_dialect]
         pairing = Pairing(workers, prefill, decode, dialect, settings.pd_skip_prefill_below)
-        return Disaggregated(settings, pairing, transport)
+        return Disaggregated(settings, pairing, upstream)
 
     peers = Peers(settings.peer_token.get_secret_value() if settings.peer_token else None)
-    return Mixed(settings, workers, new_scheduler(settings.policy, policy), transport, peers)
+    return Mixed(settings, workers, new_scheduler(settings.policy, policy), upstream, peers)
 
 
 def new_monitor(

@@ -35,8 +35,10 @@ class Peers:
 
     def have_placed(self, headers: Iterable[tuple[bytes, bytes]], request_id: str) -> bool:
         """Tell whether a request comes from a peer that has chosen this process for it."""
+        if self._key is None:
+            return False
         given = [value for name, value in headers if name == HOP]
-        if self._key is None or len(given) != 1:
+        if len(given) != 1:
             return False
         return hmac.compare_digest(given[0], self._signature(self._key, request_id))
 

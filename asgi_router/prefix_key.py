@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from msgspec import Raw
 from msgspec.json import Encoder
 
-from asgi_router.body_fields import MAX_MESSAGES, MAX_PARTS, MAX_PIECES
+from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, MAX_PIECES
 
 if TYPE_CHECKING:
     from asgi_router.body_fields import Fields
@@ -37,7 +37,7 @@ MEDIA_TOKENS = 576
 MAX_KEY_BYTES = 4 * 1024 * 1024
 """Messages and prompts of a batch that begin behind this many bytes, about a million tokens, are passed over.
 
-No worker holds that much for one prompt. How many of them are read at all is said in `body_fields.py`.
+No worker holds that much for one prompt. How many of them are read at all is said in `body_types.py`.
 """
 
 _FIELD = b"\xfe"

@@ -23,9 +23,9 @@ from asgi_router.observability.record import finished, reported_usage
 from asgi_router.scheduling.token_scales import TokenScales
 from asgi_router.settings import SettingsError
 from asgi_router.stats import RouterStats, WorkerStats
+from asgi_router.upstream.answer import CLOSE_GRACE
 from asgi_router.upstream.calls import WorkerCalls
-from asgi_router.upstream.relay import CLOSE_GRACE
-from asgi_router.upstream.transport import PooledTransport
+from asgi_router.upstream.transport import new_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -55,7 +55,7 @@ class Router:
         settings: see `RouterSettings`.
         policy: chooses a worker, in place of the one that `POLICY` names (`PREFILL_POLICY` where prefill and decode
             are apart): your own class, or a rival's rule from `asgi_router.replay.rivals`.
-        transport: how requests reach the workers; closed by `aclose`. Default: a pool of httpx connections.
+        transport: how requests reach the workers; closed by `aclose`. Default: our own HTTP/1.1 (`upstream.http11`).
         clock: monotonic seconds, for the age of prefix blocks.
         rng: chooses among equal workers.
 
@@ -85,7 +85,7 @@ class Router:
         self.settings = settings
         self._clock = clock
         self.workers = Registry(parts.new_state(settings, clock), on_change=self._serve_waiting)
-        self._transport = transport or PooledTransport(keepalive_expiry=settings.keepalive_expiry)
+        self._transport = transport or new_transport(settings.keepalive_expiry)
         self._owns_transport = transport is None
         self._scales = TokenScales() if settings.prefix_adapt else None
         new_scheduler = parts.scheduler_maker(
@@ -240,7 +240,8 @@ class Router:
         Raises:
             AnswerCut: a worker failed after the answer had begun, and the answer is no event stream.
         """
-        exchange = Exchange(Client(scope, receive, send), path, app, self._clock)
+        native = self._mode.bears_native_cancellation
+        exchange = Exchange(Client(scope, receive, send), path, app, self._clock, native=native)
         self._exchanges.add(exchange)
         try:
             if self._draining:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -12,18 +13,15 @@ from asgi_router.disaggregated import DIALECTS
 from asgi_router.disaggregated.json_edit import edit_object, member
 from asgi_router.disaggregated.preemption import begin_again, given_up, read_ahead
 from asgi_router.disaggregated.prefill_leg import PrefillLeg
-from asgi_router.errors import WorkerError, WorkerPreempted, WorkerTimeout
+from asgi_router.errors import WorkerError, WorkerPreempted, WorkerTimeout, paused, silent
 from asgi_router.headers import retry_after
 from asgi_router.mixed import MAX_ATTEMPTS, note_status
+from asgi_router.upstream.answer import close, read
 from asgi_router.upstream.local import BUSY
-from asgi_router.upstream.relay import close_response, read_chunk, relay
-from asgi_router.upstream.request import upstream_request
-from asgi_router.upstream.transport import open_response
+from asgi_router.upstream.relay import relay
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    import httpx
 
     from asgi_router.disaggregated.dialect import Dialect
     from asgi_router.disaggregated.pairing import Pair, Pairing
@@ -31,6 +29,9 @@ if TYPE_CHECKING:
     from asgi_router.headers import RawHeaders
     from asgi_router.scheduling.lease import Lease
     from asgi_router.settings import RouterSettings
+    from asgi_router.upstream.answer import WorkerAnswer
+    from asgi_router.upstream.transport import Progress
+    from asgi_router.upstream.upstream import Upstream
 
 MAX_PREFILL_ANSWER_BYTES = 1024 * 1024
 """A prefill worker's answer that has to be read whole holds one token, and the addresses of what is in its cache."""
@@ -46,20 +47,23 @@ class Disaggregated:
     Args:
         settings: the router's.
         pairing: chooses.
-        transport: how requests reach the workers.
+        upstream: how requests reach the workers.
 
     Attributes:
         admission: gives a request its pair of leases, or lets it wait for one.
     """
 
-    def __init__(self, settings: RouterSettings, pairing: Pairing, transport: httpx.AsyncBaseTransport) -> None:
+    def __init__(self, settings: RouterSettings, pairing: Pairing, upstream: Upstream) -> None:
         self._settings = settings
         self._pairing = pairing
-        self._transport = transport
+        self._upstream = upstream
         self._dialect = DIALECTS[settings.pd_dialect]
         self.admission: Admission[Pair] = Admission(
             pairing.select, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout
         )
+
+    bears_native_cancellation = False
+    """Two legs run in a task group, which a second native cancellation would tear apart; see `Mode`."""
 
     async def choose(self, exchange: Exchange) -> None:
         """Lease a pair for the request; see `Mode`."""
@@ -82,7 +86,7 @@ class Disaggregated:
         """Send the request to both workers, and pass the decode worker's answer on; see `Mode`."""
         prefill, decode = exchange.prefill, exchange.lease
         assert decode is not None  # it was chosen
-        exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The workers did not answer in time."))
+        exchange.allow(self._settings.first_byte_timeout, silent)
         dialect = self._dialect()
         request_id = exchange.worker_id = exchange.attempt_id
         if exchange.attempts > 1 and (exchange.preempted or member(exchange.body, "request_id") is not None):
@@ -111,15 +115,15 @@ class Disaggregated:
         request_id: str,
     ) -> None:
         exchange.blamed = prefill
-        response = await open_response(self._transport, self._request(exchange, path, prefill, first))
-        if response.status_code >= 400:
-            await self._pass_on_refusal(response, exchange, prefill)
+        answer = await self._open(exchange, path, prefill, first)
+        if answer.status >= 400:
+            await self._pass_on_refusal(answer, exchange, prefill)
             return
 
-        answer = await self._read_whole(response, exchange, prefill)
-        second = dialect.decode_body(exchange.body, prefill.state.worker, decode.state.worker, request_id, answer)
+        whole = await self._read_whole(answer, exchange, prefill)
+        second = dialect.decode_body(exchange.body, prefill.state.worker, decode.state.worker, request_id, whole)
         exchange.blamed = None
-        exchange.allow(self._settings.first_byte_timeout, late=WorkerTimeout("The worker did not answer in time."))
+        exchange.allow(self._settings.first_byte_timeout, silent)
         await self._decode(exchange, path, decode, second)
 
     async def _ask_both(
@@ -134,7 +138,7 @@ class Disaggregated:
     ) -> None:
         """Ask both at once. The first leg to fail ends the other."""
         second = dialect.decode_body(exchange.body, prefill.state.worker, decode.state.worker, request_id, b"")
-        leg = PrefillLeg(self._transport, self._request(exchange, path, prefill, first), exchange, prefill)
+        leg = PrefillLeg(partial(self._open, exchange, path, prefill, first), exchange, prefill)
         failure: Exception | None = None
         exchange.blamed = prefill  # if time runs out; when it is accepted it isn't to blame any more
         try:
@@ -142,7 +146,7 @@ class Disaggregated:
                 legs.start_soon(leg.run, legs.cancel_scope)
                 try:
                     await self._decode(exchange, path, decode, second, leg)
-                    exchange.allow(None, late=WorkerTimeout("Nothing is late any more."))
+                    exchange.allow(None, silent)
                     with anyio.move_on_after(REST_GRACE):
                         await leg.ended.wait()  # a connection that is read to its end can be used again
                 except Exception as exc:  # carried out by hand: a task group would wrap it
@@ -159,7 +163,7 @@ class Disaggregated:
         finally:
             failure = None
             if leg.refusal is not None:
-                await close_response(leg.refusal)
+                await close(leg.refusal)
 
     async def _decode(
         self,
@@ -174,42 +178,42 @@ class Disaggregated:
             exchange.blamed = leg.lease if sending and leg is not None and not leg.accepted.is_set() else None
             exchange.progress(sending=sending)
 
-        response = await open_response(self._transport, self._request(exchange, path, decode, body), progress)
-        if leg is not None and response.status_code >= 400:
+        answer = await self._open(exchange, path, decode, body, progress)
+        if leg is not None and answer.status >= 400:
             # Passed on at once. Anything else may still turn out to be the prefill worker's failure.
             exchange.blamed = None
             leg.stop()
             leg = None
         if self._may_begin_again(exchange):
-            answer, response = await read_ahead(response, lambda: self._allow_pause(exchange))
-            gave_up, tokens = given_up(answer)
+            whole, answer = await read_ahead(answer, lambda: self._allow_pause(exchange))
+            gave_up, tokens = given_up(whole)
             if gave_up:
-                await close_response(response)
+                await close(answer)
                 begin_again(exchange, tokens)
                 raise WorkerPreempted("The workers gave the request up.")
-        await self._pass_on(response, exchange, decode, None if leg is None else leg.accepted.wait)
+        await self._pass_on(answer, exchange, decode, None if leg is None else leg.accepted.wait)
 
     def _may_begin_again(self, exchange: Exchange) -> bool:
         request = exchange.request
         return request is not None and not request.stream and exchange.preempted < self._settings.pd_preempt_retries
 
-    async def _pass_on_refusal(self, response: httpx.Response, exchange: Exchange, prefill: Lease) -> None:
+    async def _pass_on_refusal(self, answer: WorkerAnswer, exchange: Exchange, prefill: Lease) -> None:
         """Pass on a prefill worker's error. Nothing is decoded then."""
         if exchange.lease is not None:
             exchange.lease.release()
-        await self._pass_on(response, exchange, prefill)
+        await self._pass_on(answer, exchange, prefill)
 
     async def _pass_on(
         self,
-        response: httpx.Response,
+        answer: WorkerAnswer,
         exchange: Exchange,
         lease: Lease,
         before_start: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        if response.status_code in BUSY:
-            lease.state.breaker.back_off(retry_after(response.headers.raw))
+        if answer.status in BUSY:
+            lease.state.breaker.back_off(retry_after(answer.headers))
         await relay(
-            response,
+            answer,
             exchange,
             lease,
             own_headers=decision_headers(exchange) if self._settings.decision_headers else [],
@@ -217,41 +221,41 @@ class Disaggregated:
             send_timeout=self._settings.send_timeout,
             before_start=before_start,
         )
-        note_status(lease, response.status_code)
+        note_status(lease, answer.status)
 
-    def _request(self, exchange: Exchange, path: str, lease: Lease, body: bytes) -> httpx.Request:
+    async def _open(
+        self,
+        exchange: Exchange,
+        path: str,
+        lease: Lease,
+        body: bytes,
+        progress: Progress = lambda *, sending: None,
+    ) -> WorkerAnswer:
         headers = [(b"x-request-id", exchange.attempt_id.encode())]
         if lease is exchange.prefill or self._may_begin_again(exchange):
             headers.append((b"accept-encoding", b"identity"))  # it is read here, or by nobody
-        return upstream_request(
-            exchange,
-            lease.state.worker.url + path,
-            body,
-            own_headers=headers,
-            connect_timeout=self._settings.connect_timeout,
-            write_timeout=self._settings.idle_timeout,
-        )
+        url = lease.state.worker.url + path
+        return await self._upstream.open(exchange, url, body, own_headers=headers, progress=progress)
 
     def _allow_pause(self, exchange: Exchange) -> None:
         """Bound the wait for more of an answer that is read here, where the client's wait isn't bounded as a whole."""
         if self._settings.first_byte_timeout is None:
-            exchange.allow(self._settings.idle_timeout, WorkerTimeout("The worker paused for too long."))
+            exchange.allow(self._settings.idle_timeout, paused)
 
-    async def _read_whole(self, response: httpx.Response, exchange: Exchange, lease: Lease) -> bytes:
-        answer = bytearray()
-        chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
+    async def _read_whole(self, answer: WorkerAnswer, exchange: Exchange, lease: Lease) -> bytes:
+        whole = bytearray()
         try:
-            while chunk := await read_chunk(chunks):
+            while chunk := await read(answer):
                 lease.first_byte(prefilled=True)
                 self._allow_pause(exchange)
-                answer += chunk
-                if len(answer) > MAX_PREFILL_ANSWER_BYTES:
+                whole += chunk
+                if len(whole) > MAX_PREFILL_ANSWER_BYTES:
                     raise WorkerError("The prefill worker's answer is too large.")
             lease.succeeded()
         finally:
             lease.release()
-            await close_response(response, chunks)
-        return bytes(answer)
+            await close(answer)
+        return bytes(whole)
 
 
 def decision_headers(exchange: Exchange) -> RawHeaders:

@@ -7,65 +7,65 @@ request goes to a new pair, with the tokens that there are already, so that it g
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import httpx
 
 from asgi_router.disaggregated.json_edit import edit_object, member
-from asgi_router.upstream.relay import close_response, read_chunk
+from asgi_router.upstream.answer import HttpxAnswer, close, read
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
     from asgi_router.exchange import Exchange
+    from asgi_router.upstream.answer import WorkerAnswer
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """An answer that is larger is passed on without a look at it."""
 
 
-async def read_ahead(response: httpx.Response, on_chunk: Callable[[], None]) -> tuple[bytes, httpx.Response]:
-    """Read an answer whole, and return it with a response that gives it once more.
+async def read_ahead(answer: WorkerAnswer, on_chunk: Callable[[], None]) -> tuple[bytes, WorkerAnswer]:
+    """Read an answer whole, and return it with one that gives it once more.
 
-    `on_chunk` is called for each part of it. One that is too large is read no further: the response then gives what was
+    `on_chunk` is called for each part of it. One that is too large is read no further: the second then gives what was
     read, and the rest.
 
     Raises:
         RouterError: the worker failed.
     """
-    chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
-    read: list[bytes] = []
+    parts: list[bytes] = []
     size = 0
     try:
-        while chunk := await read_chunk(chunks):
+        while chunk := await read(answer):
             on_chunk()
-            read.append(chunk)
+            parts.append(chunk)
             size += len(chunk)
             if size > MAX_ANSWER_BYTES:
                 break
     except BaseException:
-        await close_response(response, chunks)
+        await close(answer)
         raise
 
-    again = httpx.Response(response.status_code, headers=response.headers.raw, stream=_Again(read, response, chunks))
-    return (b"" if size > MAX_ANSWER_BYTES else b"".join(read)), again
+    again = HttpxAnswer(httpx.Response(answer.status, headers=answer.headers, stream=_Again(parts, answer)))
+    return (b"" if size > MAX_ANSWER_BYTES else b"".join(parts)), again
 
 
 class _Again(httpx.AsyncByteStream):
-    def __init__(self, read: list[bytes], response: httpx.Response, rest: AsyncIterator[bytes]) -> None:
-        self._read = read
-        self._response = response
+    def __init__(self, parts: list[bytes], rest: WorkerAnswer) -> None:
+        self._parts = parts
         self._rest = rest
 
     def __aiter__(self) -> _Again:
         return self
 
     async def __anext__(self) -> bytes:
-        if self._read:
-            return self._read.pop(0)
-        return await anext(self._rest)
+        chunk = self._parts.pop(0) if self._parts else await read(self._rest)
+        if not chunk:
+            raise StopAsyncIteration
+        return chunk
 
     async def aclose(self) -> None:
-        await close_response(self._response, self._rest)
+        await close(self._rest)
 
 
 def given_up(answer: bytes) -> tuple[bool, list[object]]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.lowlevel import checkpoint
 
 from asgi_router.errors import RouterError
-from asgi_router.upstream.relay import CHECKPOINT_EVERY, close_response, read_chunk
-from asgi_router.upstream.transport import open_response
+from asgi_router.upstream.answer import close, read
+from asgi_router.upstream.relay import CHECKPOINT_EVERY
 
 if TYPE_CHECKING:
-    import httpx
+    from collections.abc import Awaitable, Callable
 
     from asgi_router.exchange import Exchange
     from asgi_router.scheduling.lease import Lease
+    from asgi_router.upstream.answer import WorkerAnswer
 
 logger = logging.getLogger("asgi_router")
 
@@ -25,8 +26,7 @@ class PrefillLeg:
     """One request to a prefill worker.
 
     Args:
-        transport: how it is sent.
-        request: what is sent.
+        send: sends it, and returns the answer when its head is there.
         exchange: whose leg it is.
         lease: on the prefill worker; released at the first byte of a stream, at the end of another answer, and on
             every other way out but a refusal, which is still to be read.
@@ -38,17 +38,14 @@ class PrefillLeg:
         failure: what broke the leg, while it still mattered.
     """
 
-    def __init__(
-        self, transport: httpx.AsyncBaseTransport, request: httpx.Request, exchange: Exchange, lease: Lease
-    ) -> None:
-        self._transport = transport
-        self._request: httpx.Request | None = request
+    def __init__(self, send: Callable[[], Awaitable[WorkerAnswer]], exchange: Exchange, lease: Lease) -> None:
+        self._send: Callable[[], Awaitable[WorkerAnswer]] | None = send
         self._exchange = exchange
         self.lease = lease
         self._scope = anyio.CancelScope()
         self.accepted = anyio.Event()
         self.ended = anyio.Event()
-        self.refusal: httpx.Response | None = None
+        self.refusal: WorkerAnswer | None = None
         self.failure: RouterError | None = None
 
     def stop(self) -> None:
@@ -61,20 +58,20 @@ class PrefillLeg:
             await self._run(both)
 
     async def _run(self, both: anyio.CancelScope) -> None:
-        response: httpx.Response | None = None
+        answer: WorkerAnswer | None = None
         try:
-            assert self._request is not None
-            request, self._request = self._request, None
-            response = await open_response(self._transport, request)
-            if response.status_code >= 400:
+            assert self._send is not None
+            send, self._send = self._send, None  # it holds the prompt
+            answer = await send()
+            if answer.status >= 400:
                 if not self._exchange.client.started:  # with the decode worker's own refusal, just now
-                    self.refusal, response = response, None
+                    self.refusal, answer = answer, None
                     both.cancel()
                 return
 
             self.accepted.set()
             self._exchange.blamed = None
-            await self._drain(response)
+            await self._drain(answer)
         except RouterError as error:
             if self._exchange.client.started:
                 # The decode worker has what it needs, or will fail by itself.
@@ -87,14 +84,13 @@ class PrefillLeg:
             if self.refusal is None:
                 self.lease.release()
             self.ended.set()
-            if response is not None:
-                await close_response(response)
+            if answer is not None:
+                await close(answer)
 
-    async def _drain(self, response: httpx.Response) -> None:
+    async def _drain(self, answer: WorkerAnswer) -> None:
         request = self._exchange.request
-        chunks = aiter(cast("httpx.AsyncByteStream", response.stream))
         count = 0
-        while await read_chunk(chunks):
+        while await read(answer):
             count += 1
             if count % CHECKPOINT_EVERY == 0:
                 await checkpoint()  # or a transport that never waits would stop the loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from asgi_router.worker import normalise_url
+from asgi_router.worker import LOCAL, normalise_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,6 +43,11 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"<Registry {list(self)!r}>"
+
+    @property
+    def has_local(self) -> bool:
+        """Whether the wrapped app is one of the workers."""
+        return LOCAL in self._states
 
     @property
     def leaving(self) -> tuple[WorkerState, ...]:

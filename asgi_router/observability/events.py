@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFinished:
+class RequestFinished(Struct, frozen=True, kw_only=True, gc=False):
     """One completion request, after its release. Nothing in it is text of a prompt or an answer, a key or a token.
 
     Seconds are those of the router's clock. What a request did not come to is 0, "" or None.

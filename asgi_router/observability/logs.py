@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields
 
 from asgi_router.observability.events import RequestFinished
 
@@ -13,7 +12,7 @@ MODEL_LENGTH = 200
 
 logger = logging.getLogger("asgi_router.requests")
 
-_FIELDS = [field.name for field in fields(RequestFinished)]
+_FIELDS = RequestFinished.__struct_fields__
 
 
 def requests_are_logged() -> bool:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 from asgi_router.observability.events import RequestFinished
 from asgi_router.observability.usage import Usage, read_usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping
 
     from asgi_router.exchange import Exchange
 
@@ -25,7 +25,7 @@ class Ids:
     __slots__ = ("request_id", "trace_id")
 
     def __init__(self, request_id: str, trace_id: str) -> None:
-        self.request_id = request_id or uuid.uuid4().hex
+        self.request_id = request_id or os.urandom(16).hex()
         self.trace_id = trace_id
 
     def use_body_id(self, request_id: str) -> None:
@@ -34,16 +34,15 @@ class Ids:
             self.request_id = request_id
 
 
-def read_ids(headers: Iterable[tuple[bytes, bytes]]) -> Ids:
-    """Read the ids in lower-case request headers. One that isn't printable ASCII, or is longer than 128, is none."""
+def read_ids(headers: Mapping[bytes, bytes]) -> Ids:
+    """Read the ids in request headers. One that isn't printable ASCII, or is longer than 128, is none."""
     request_id = trace_id = ""
-    for name, value in headers:
-        if name == b"x-request-id":
-            text = value.decode("latin-1")
-            request_id = text if _ID.fullmatch(text) else ""
-        elif name == b"traceparent":
-            match = _TRACEPARENT.fullmatch(value.decode("latin-1"))
-            trace_id = match["trace"] if match else ""
+    if value := headers.get(b"x-request-id"):
+        text = value.decode("latin-1")
+        request_id = text if _ID.fullmatch(text) else ""
+    if value := headers.get(b"traceparent"):
+        match = _TRACEPARENT.fullmatch(value.decode("latin-1"))
+        trace_id = match["trace"] if match else ""
     return Ids(request_id, trace_id)
 
 

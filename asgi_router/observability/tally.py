@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
@@ -56,19 +55,24 @@ class Histogram:
         self.bounds = (*bounds, math.inf)
         self.sum = 0.0
         self._counts = [0] * len(self.bounds)
-        self._examples: list[Example | None] = [None] * len(self.bounds)
+        self._examples: list[tuple[float, RequestFinished] | None] = [None] * len(self.bounds)
 
-    def observe(self, seconds: float, labels: Mapping[str, str] | None = None) -> None:
-        """Count `seconds`; with labels this is the example of its bucket until the next one."""
+    def observe(self, seconds: float, event: RequestFinished | None = None) -> None:
+        """Count `seconds`; with an event this is the example of its bucket until the next one."""
         bucket = bisect_left(self.bounds, seconds)
         self._counts[bucket] += 1
         self.sum += seconds
-        if labels:
-            self._examples[bucket] = Example(labels, seconds, time.time())
+        if event is not None:
+            self._examples[bucket] = seconds, event
 
     def buckets(self) -> Iterator[tuple[float, int, Example | None]]:
         """Give each bound, how many came up to it, and an example of those between it and the bound before."""
-        return zip(self.bounds, accumulate(self._counts), self._examples, strict=True)
+        for bound, count, kept in zip(self.bounds, accumulate(self._counts), self._examples, strict=True):
+            example = None
+            if kept is not None and (labels := example_labels(kept[1])):
+                seconds, event = kept
+                example = Example(labels, seconds, event.arrived + event.duration_seconds)
+            yield bound, count, example
 
 
 class Totals:
@@ -111,7 +115,7 @@ class Totals:
             self.reported_cached_tokens = (self.reported_cached_tokens or 0) + event.real_cached_tokens
         if event.first_byte_seconds is not None:
             self.first_byte.observe(event.first_byte_seconds)
-        self.duration.observe(event.duration_seconds, example_labels(event))
+        self.duration.observe(event.duration_seconds, event)
 
 
 class Tally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asgi_router.extraction import CompletionRequest
@@ -12,8 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@dataclass(frozen=True, slots=True)
-class TracedRequest(CompletionRequest):
+class TracedRequest(CompletionRequest, frozen=True):
     """A completion request of a trace: hashes of its prompt's blocks stand for its text."""
 
     arrival: float = 0.0

@@ -80,7 +80,7 @@ class Breaker:
     @property
     def admits(self) -> bool:
         """Whether a request may come now."""
-        if self.backing_off:
+        if self._back_off_until > -math.inf and self.backing_off:
             return False
         return self._opened is None or (not self._probe and self.state is BreakerState.HALF_OPEN)
 

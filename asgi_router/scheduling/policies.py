@@ -7,6 +7,7 @@ traffic of a quiet fleet to the first. To add a policy, write a class and name i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
@@ -78,17 +79,18 @@ class PrefillCost:
         self._rng = rng
 
     def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
-        miss_weight, batch_offset, uncached_tokens = (
-            self._miss_weight,
-            self._batch_offset,
-            prompt.uncached_tokens,
-        )
-
-        def score(worker: WorkerState) -> tuple[float, ...]:
-            work = worker.pending_prefill_tokens + miss_weight * uncached_tokens(worker)
-            return work * (worker.requests + batch_offset), worker.requests
-
-        return lowest(workers, score, self._rng, prompt)
+        miss_weight, batch_offset = self._miss_weight, self._batch_offset
+        best: list[WorkerState] = []
+        best_score = math.inf
+        for worker in workers:  # as `lowest` does, without a call and a tuple for each: this is every request's way
+            requests = worker.requests
+            work = worker.pending_prefill_tokens + miss_weight * prompt.uncached_tokens(worker)
+            score = work * (requests + batch_offset)
+            if not best or score < best_score or (score == best_score and requests < best[0].requests):
+                best, best_score = [worker], score
+            elif score == best_score and requests == best[0].requests:
+                best.append(worker)
+        return best[0] if len(best) == 1 else prompt.home(best) or self._rng.choice(best)
 
 
 class CacheAware:

@@ -123,8 +123,12 @@ class Scheduler:
         exclude: Collection[WorkerState] = (),
     ) -> list[WorkerState]:
         """Return the workers that could take `request`, were they neither full nor out of reach."""
+        model = request.model
         return [
             worker
             for worker in workers
-            if worker.healthy and not worker.draining and worker.serves(request.model) and worker not in exclude
+            if worker.healthy
+            and not worker.draining
+            and (not model or worker.serves(model))
+            and not (exclude and worker in exclude)
         ]

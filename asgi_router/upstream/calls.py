@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 import httpx
 
-from asgi_router.upstream.relay import close_response
+from asgi_router.upstream.answer import HttpxAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,13 +61,13 @@ class WorkerCalls:
         timeouts = {"connect": timeout, "read": timeout, "write": timeout, "pool": None}
         headers = {**self._headers, **headers}
         request = httpx.Request(method, url, headers=headers, json=json, extensions={"timeout": timeouts})
-        response = await self._transport.handle_async_request(request)
+        answer = HttpxAnswer(await self._transport.handle_async_request(request))
         body = bytearray()
         try:
-            async for chunk in cast("httpx.AsyncByteStream", response.stream):
+            while chunk := await answer.read():
                 body += chunk
                 if len(body) > MAX_ANSWER_BYTES:
                     return None
         finally:
-            await close_response(response)
-        return WorkerAnswer(response.status_code, bytes(body))
+            await answer.aclose()
+        return WorkerAnswer(answer.status, bytes(body))

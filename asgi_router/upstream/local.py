@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from asgi_router.client import ClientGone
-from asgi_router.errors import WorkerBusy, WorkerError, WorkerTimeout
+from asgi_router.errors import WorkerBusy, WorkerError, paused
 from asgi_router.headers import retry_after
 from asgi_router.peers import without_hop
 
@@ -148,13 +148,13 @@ class LocalCall:
         if ends_answer(message):
             self._lease.release()
 
-        with exchange.pausing(self._send_timeout, ClientGone()):
+        with exchange.pausing(self._send_timeout, ClientGone):
             await self._deliver(message)
         if client.finished:
             self._over.set()
-            exchange.allow(None, ClientGone())  # what the app does after its answer is its own affair
+            exchange.allow(None, ClientGone)  # what the app does after its answer is its own affair
         elif exchange.times.first_byte is not None:
-            exchange.allow(self._idle_timeout, WorkerTimeout("The worker paused for too long."))
+            exchange.allow(self._idle_timeout, paused)
 
     async def _deliver(self, message: Message) -> None:
         try:

@@ -9,51 +9,87 @@ from anyio.lowlevel import checkpoint
 
 from asgi_router.errors import InvalidRequest
 from asgi_router.headers import VIA, request_headers
+from asgi_router.upstream.http11 import Origin, request_head
 
 if TYPE_CHECKING:
     from asgi_router.exchange import Exchange, HeldBody
     from asgi_router.headers import RawHeaders
 
 
+class Target:
+    """The address of a worker's route, taken apart once.
+
+    Args:
+        url: the worker's URL with the route's path.
+    """
+
+    __slots__ = ("origin", "path", "url")
+
+    def __init__(self, url: str) -> None:
+        self.url = httpx.URL(url)
+        self.origin = Origin(self.url)
+        self.path = self.url.raw_path
+
+
+def request_bytes(exchange: Exchange, target: Target, body: bytes, *, own_headers: RawHeaders) -> bytes:
+    """Return the head of the request of `exchange` to `target` with this `body`, as our own transport sends it.
+
+    Raises:
+        RequestRefused: the client's query string or headers can't be forwarded.
+    """
+    path = target.path
+    if query := exchange.client.scope.get("query_string"):
+        path = b"%b?%b" % (path, query)
+    return request_head(b"POST", path, _headers(exchange, target.origin.authority, len(body), own_headers))
+
+
 def upstream_request(
     exchange: Exchange,
-    url: str,
+    target: Target,
     body: bytes,
     *,
     own_headers: RawHeaders,
     connect_timeout: float,
     write_timeout: float | None,
 ) -> httpx.Request:
-    """Return the request of `exchange` for the worker's `url`, with the client's query string.
+    """Return the request of `exchange` to `target`, with the client's query string, for an httpx transport.
 
     `body` is let go with the prompt (`Exchange.forget_prompt`), however long the transport keeps the request.
 
-    It has the one `x-request-id` by which it is known here. Reading has no time-out here:
-    the exchange's own deadline knows a first byte from a pause.
+    Reading has no time-out here: the exchange's own deadline knows a first byte from a pause.
 
     Raises:
         InvalidRequest: the query string can't stand in a URL.
     """
-    scope = exchange.client.scope
-    target = httpx.URL(url)
+    url = target.url
     try:
-        if query := scope.get("query_string"):
-            target = target.copy_with(raw_path=target.raw_path + b"?" + query)
+        if query := exchange.client.scope.get("query_string"):
+            url = url.copy_with(raw_path=target.path + b"?" + query)
     except (httpx.InvalidURL, ValueError) as exc:
         raise InvalidRequest("The request's query string can't be forwarded.") from exc
 
     timeouts = {"connect": connect_timeout, "write": write_timeout, "read": None, "pool": None}
-    length = str(len(body)).encode()
+    return httpx.Request(
+        "POST",
+        url,
+        headers=_headers(exchange, url.netloc, len(body), own_headers),
+        stream=_Body(exchange.hold(body)),
+        extensions={"timeout": timeouts},
+    )
+
+
+def _headers(exchange: Exchange, host: bytes, length: int, own_headers: RawHeaders) -> RawHeaders:
+    """Return all headers of a request. It has the one `x-request-id` by which it is known here."""
     # One id for client, log and worker: what the client calls a request may be unfit, or not what its body says.
-    replaced = {b"x-request-id", *(name for name, _ in own_headers)}
-    headers = [header for header in request_headers(scope) if header[0] not in replaced]
-    headers += [(b"host", target.netloc), (b"content-length", length), *own_headers]
-    if not any(name == b"x-request-id" for name, _ in own_headers):
+    own_names = [name for name, _ in own_headers]
+    headers = request_headers(exchange.client.scope, (b"x-request-id", *own_names))
+    headers.append((b"host", host))
+    headers.append((b"content-length", b"%d" % length))
+    headers += own_headers
+    if b"x-request-id" not in own_names:
         headers.append((b"x-request-id", exchange.ids.request_id.encode()))
     headers.append(VIA)
-    return httpx.Request(
-        "POST", target, headers=headers, stream=_Body(exchange.hold(body)), extensions={"timeout": timeouts}
-    )
+    return headers
 
 
 class _Body(httpx.AsyncByteStream):

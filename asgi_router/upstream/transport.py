@@ -14,8 +14,10 @@ from anyio import current_time
 from anyio.lowlevel import RunVar
 
 from asgi_router.errors import InvalidRequest, RouterError, WorkerError, WorkerTimeout, WorkerUnreachable
+from asgi_router.upstream import http11
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Mapping
 
 STALE_WITHIN = 1.0
@@ -37,12 +39,13 @@ class PooledTransport(httpx.AsyncBaseTransport):
     Args:
         keepalive_expiry: seconds that an idle connection is kept. It must be less than the workers keep it (5
             for uvicorn and vLLM), or requests meet connections that are just being closed.
+        ssl_context: for https. Loading certificates takes 10 ms and more, in which the loop stands still: once, not
+            for each pool.
     """
 
-    def __init__(self, *, keepalive_expiry: float) -> None:
+    def __init__(self, *, keepalive_expiry: float, ssl_context: ssl.SSLContext | None = None) -> None:
         self._keepalive_expiry = keepalive_expiry
-        # Loading certificates takes 10 ms and more, in which the loop stands still: once, not for each pool.
-        self._ssl_context = httpx.create_ssl_context(trust_env=False)
+        self._ssl_context = ssl_context or httpx.create_ssl_context(trust_env=False)
         self._pool: RunVar[httpx.AsyncHTTPTransport | None] = RunVar("asgi_router_pool", None)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -72,6 +75,13 @@ class PooledTransport(httpx.AsyncBaseTransport):
         return httpx.AsyncHTTPTransport(verify=self._ssl_context, limits=limits, trust_env=False, retries=0)
 
 
+def new_transport(keepalive_expiry: float) -> httpx.AsyncBaseTransport:
+    """Return the transport of a router that wasn't given one: our own, and stock httpx where no asyncio loop runs."""
+    certificates = httpx.create_ssl_context(trust_env=False)
+    stock = PooledTransport(keepalive_expiry=keepalive_expiry, ssl_context=certificates)
+    return http11.Http11Transport(keepalive_expiry=keepalive_expiry, ssl_context=certificates, fallback=stock)
+
+
 async def open_response(
     transport: httpx.AsyncBaseTransport, request: httpx.Request, progress: Progress = lambda *, sending: None
 ) -> httpx.Response:
@@ -83,7 +93,8 @@ async def open_response(
     Args:
         transport: how it is sent.
         request: what is sent.
-        progress: told when connecting and when sending begins, by a transport that knows httpcore's trace extension.
+        progress: told when connecting and when sending begins, by our transport and those with httpcore's extension
+            `trace`.
 
     Raises:
         WorkerUnreachable: no connection; the worker has seen nothing.
@@ -93,6 +104,7 @@ async def open_response(
     """
     trace = _ConnectionTrace(progress)
     request.extensions["trace"] = trace
+    request.extensions["progress"] = progress  # for our own transport, which repeats by itself
     began = current_time()
     try:
         return await transport.handle_async_request(request)
@@ -119,7 +131,11 @@ def worker_error(exc: Exception) -> RouterError:
             return WorkerUnreachable("No connection to the worker could be made.")
         case httpx.TimeoutException():
             return WorkerTimeout("The worker did not answer in time.")
-        case httpx.LocalProtocolError() | httpx.InvalidURL():
+        case http11.ConnectFailed():
+            return WorkerUnreachable("No connection to the worker could be made.")
+        case http11.SendTimedOut() | http11.ReadTimedOut():
+            return WorkerTimeout("The worker did not answer in time.")
+        case httpx.LocalProtocolError() | httpx.InvalidURL() | http11.RequestRefused():
             return InvalidRequest("The request's headers or query can't be forwarded.")
         case _:
             return WorkerError("The worker failed.")

@@ -1,0 +1,151 @@
+"""Owns what ends a request early: the scope of one task, and a time limit that is moved far oftener than reached.
+
+Each has two forms. Where requests may be cancelled natively (see `Mode.bears_native_cancellation`), so on asyncio,
+the scope is asyncio's own way: `task.cancel()` and `task.uncancel()`, as `asyncio.timeout` uses them. An
+`anyio.CancelScope`, which is used elsewhere, costs 5 us more: two of them are a twentieth of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_EARLY = 0.002  # seconds by which a loop's timer may come too soon: uvloop counts in milliseconds
+
+
+class Scope(Protocol):
+    """What is left early when it is cancelled: an `anyio.CancelScope`, or the like."""
+
+    @property
+    def cancel_called(self) -> bool:
+        """Whether `cancel` was called."""
+        ...
+
+    @property
+    def cancelled_caught(self) -> bool:
+        """Whether it was left early because of that."""
+        ...
+
+    def cancel(self) -> None:
+        """Leave it, at the next await. Idempotent."""
+        ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> bool: ...
+
+
+class TaskScope:
+    """A scope of one asyncio task, cancelled by others than this task, once."""
+
+    __slots__ = ("_before", "_task", "cancel_called", "cancelled_caught")
+
+    def __init__(self) -> None:
+        self.cancel_called = False
+        self.cancelled_caught = False
+        self._task: asyncio.Task[object] | None = None
+        self._before = 0
+
+    def cancel(self) -> None:
+        """Leave it, at the await where its task is. One that hasn't been entered, or has been left, stays as it is."""
+        if not self.cancel_called and self._task is not None:
+            self.cancel_called = True
+            self._task.cancel()
+
+    def __enter__(self) -> TaskScope:
+        self._task = task = asyncio.current_task()
+        assert task is not None  # a coroutine runs in one
+        self._before = task.cancelling()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
+    ) -> bool:
+        task, self._task = self._task, None
+        if not self.cancel_called or task is None:
+            return False
+        # Cancelled by others, too, the task goes on being cancelled.
+        self.cancelled_caught = task.uncancel() <= self._before and exc_type is asyncio.CancelledError
+        return self.cancelled_caught
+
+
+class TimeLimit:
+    """A scope that is cancelled when a moment has passed, which can be put off at almost no cost.
+
+    Moving the deadline of an `anyio.CancelScope` takes a timer away and makes another. On asyncio this leaves the timer
+    where it is, and looks at the moment anew when it rings; elsewhere it is a scope's deadline as ever.
+
+    Args:
+        native: use a `TaskScope`.
+
+    Attributes:
+        scope: what is cancelled.
+        until: the moment, by the event loop's clock (`anyio.current_time`); infinity: never.
+    """
+
+    __slots__ = ("_loop", "_rings_at", "_timer", "scope", "until")
+
+    def __init__(self, *, native: bool = False) -> None:
+        self.scope: TaskScope | anyio.CancelScope = TaskScope() if native else anyio.CancelScope()
+        self.until = math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf
+
+    def __enter__(self) -> TimeLimit:
+        try:
+            self._loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._loop = None
+        self.scope.__enter__()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        return self.scope.__exit__(exc_type, exc, traceback)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the scope has been cancelled, by this or by somebody."""
+        return self.scope.cancel_called
+
+    def allow(self, seconds: float | None) -> None:
+        """Let the moment be in so many seconds; None: never."""
+        if seconds is None:
+            self.move(math.inf)
+        else:
+            self.move((self._loop.time() if self._loop is not None else anyio.current_time()) + seconds)
+
+    def move(self, until: float) -> None:
+        """Let it be the moment `until`."""
+        self.until = until
+        if self._loop is not None:
+            if until < self._rings_at:
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._set(self._loop, until)
+        elif isinstance(self.scope, anyio.CancelScope):
+            self.scope.deadline = until
+
+    def _set(self, loop: asyncio.AbstractEventLoop, moment: float) -> None:
+        self._rings_at = moment
+        self._timer = loop.call_at(moment, self._ring, loop)
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, self._rings_at = None, math.inf
+        if loop.time() + _EARLY >= self.until:
+            self.scope.cancel()
+        elif self.until < math.inf:
+            self._set(loop, self.until)
