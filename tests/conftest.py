@@ -32,6 +32,6 @@ def remove_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_graces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give what hangs 200 ms, not a second: for tests that show that something ends, not when."""
-    monkeypatch.setattr("asgi_router.upstream.relay.CLOSE_GRACE", 0.2)
+    monkeypatch.setattr("asgi_router.upstream.answer.CLOSE_GRACE", 0.2)
     monkeypatch.setattr("asgi_router.exchange.END_GRACE", 0.2)
     monkeypatch.setattr("asgi_router.upstream.local.LEAVE_GRACE", 0.2)

@@ -149,7 +149,7 @@ async def test_endless_answer_without_a_pause(kind: Kind) -> None:
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Endless())
 
-    routed.router._mode._transport = Transport()
+    routed.router._mode._upstream.transport = Transport()
     exchange = await exchange_for(at={3: DISCONNECT}, send_suspends=False).run(routed.app)
     assert 3 <= chunks < 1000
     routed.assert_released(exchange)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asgi_router.body_fields import MAX_MESSAGES
+from asgi_router.body_types import MAX_MESSAGES
 from asgi_router.errors import InvalidRequest
 from asgi_router.extraction import CompletionRequest, extract
 from asgi_router.prefix_key import MAX_KEY_BYTES

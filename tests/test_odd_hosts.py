@@ -94,7 +94,8 @@ async def test_time_out_in_the_tick_of_the_data(timeout: str, late: int) -> None
             self.chunks += 1
             if self.chunks == (1 if first else 2):
                 (exchange,) = routed.router._exchanges
-                exchange._attempt.cancel()  # as its deadline does: no reason is left but the one of `allow`
+                assert exchange._attempt is not None
+                exchange._attempt.scope.cancel()  # as its deadline does: no reason is left but the one of `allow`
                 for _ in range(late):
                     await anyio.lowlevel.cancel_shielded_checkpoint()
             return b"data: x\n\n"
@@ -103,7 +104,7 @@ async def test_time_out_in_the_tick_of_the_data(timeout: str, late: int) -> None
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Racing())
 
-    routed.router._mode._transport = Transport()
+    routed.router._mode._upstream.transport = Transport()
     exchange = await Exchange(body=completion_body(), send_suspends=False).run(routed.app)  # as uvicorn's
     assert b'"worker_timeout"' in exchange.body
     assert exchange.ends == (exchange.status == 504)
@@ -194,7 +195,7 @@ async def test_chunks_that_are_no_bytes(chunks: Sequence[object], whole: bool) -
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, stream=Stream())
 
-    routed.router._mode._transport = Transport()
+    routed.router._mode._upstream.transport = Transport()
     exchange = await Exchange(body=completion_body()).run(routed.app)
     assert (exchange.status, exchange.body == b"abcd") == ((200, True) if whole else (502, False))
     routed.assert_released(exchange)
@@ -215,7 +216,7 @@ async def test_worker_that_sends_nothing_without_end() -> None:
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return httpx.Response(200, stream=Empty())
 
-    routed.router._mode._transport = Transport()
+    routed.router._mode._upstream.transport = Transport()
     exchange = Exchange(body=completion_body())
     async with exchange.running(routed.app):
         while not routed.counters[0][0]:

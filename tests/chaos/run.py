@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from asgi_router import Router, RouterMiddleware, RouterSettings
 from asgi_router.scheduling.breaker import BreakerState
-from asgi_router.upstream.relay import CLOSE_GRACE
+from asgi_router.upstream.answer import CLOSE_GRACE
 from asgi_router.upstream.transport import PooledTransport
 from tests.chaos.chaos import Blow, Conductor, Fleet
 from tests.chaos.load import Answer, Limits, Plan, WrongAnswer, ask, outcome, plans

@@ -164,7 +164,7 @@ class Idle(httpx.AsyncBaseTransport):
 async def test_peer_39_after_an_idle_time(dialect: Dialect, kind: Kind, stale: tuple[str, ...]) -> None:
     """sgl-project/sglang#9926 (peer entry 39): a leg that meets a dead connection is sent again, that leg alone."""
     routed = RoutedApart(PREFILLED, answer(kind), pd_dialect=dialect)
-    routed.router._mode._transport = Idle(routed.fleet, dict.fromkeys(stale, 1))
+    routed.router._mode._upstream.transport = Idle(routed.fleet, dict.fromkeys(stale, 1))
     exchange = await request(kind).run(routed.app)
     assert exchange.status == 200
     assert exchange.finished_cleanly
@@ -179,7 +179,7 @@ async def test_peer_39_after_an_idle_time(dialect: Dialect, kind: Kind, stale: t
 async def test_peer_39_once_and_no_more(dialect: Dialect, kind: Kind, stale: str) -> None:
     """Peer entry 39: a worker that closes every connection is a failing worker, and is blamed for it."""
     routed = RoutedApart(PREFILLED, answer(kind), pd_dialect=dialect)
-    routed.router._mode._transport = Idle(routed.fleet, {stale: 2})
+    routed.router._mode._upstream.transport = Idle(routed.fleet, {stale: 2})
     exchange = await request(kind).run(routed.app)
     assert error_of(exchange) == (502, "worker_failed")
     assert {url: routed.failures(url) for url in (PREFILL, DECODE)} == {

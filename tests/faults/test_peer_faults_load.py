@@ -31,7 +31,7 @@ from tests.scheduling.test_sessions import Chooser, in_session
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from asgi_router.upstream.transport import PooledTransport
+    from asgi_router.upstream.http11 import Http11Transport
 
 pytestmark = pytest.mark.anyio
 
@@ -170,8 +170,9 @@ def raise_file_limit(files: int) -> None:
 
 def open_connections(router: Router) -> int:
     """How many connections to workers the running loop has."""
-    transport = cast("PooledTransport", router._transport)._pool.get()
-    return 0 if transport is None else len(transport._pool.connections)
+    pool = cast("Http11Transport", router._transport).pool()
+    assert pool is not None
+    return pool.sockets
 
 
 @asyncio_only

@@ -68,9 +68,9 @@ async def test_f05_a_worker_that_never_accepts_is_given_up(monkeypatch: pytest.M
         connecting.set()
         await anyio.sleep_forever()
 
-    monkeypatch.setattr("anyio.connect_tcp", never)
+    monkeypatch.setattr("asgi_router.upstream.http11.dial.Dial._look_up", never)  # on asyncio
     monkeypatch.setattr("trio.open_tcp_stream", never)
-    router = Router(RouterSettings(workers=[WORKER], connect_timeout=0.05))
+    router = Router(RouterSettings(workers=["http://worker.test:8000"], connect_timeout=0.05))
     exchange = exchange_for()
     async with exchange.running(RouterMiddleware(unreachable_app, router=router)):
         await connecting.wait()

@@ -21,14 +21,14 @@ MUTANTS = [
     Mutant(
         "no-shield",
         "the close of the worker's response is not shielded",
-        "upstream/relay.py",
+        "upstream/answer.py",
         "anyio.move_on_after(CLOSE_GRACE, shield=True)",
         "anyio.move_on_after(CLOSE_GRACE)",
     ),
     Mutant(
         "no-close-deadline",
         "the shield has no deadline",
-        "upstream/relay.py",
+        "upstream/answer.py",
         "anyio.move_on_after(CLOSE_GRACE, shield=True)",
         "anyio.CancelScope(shield=True)",
     ),
@@ -129,7 +129,7 @@ MUTANTS = [
         "idle-counts-the-client",
         "a client that reads slowly counts as a worker that pauses",
         "upstream/relay.py",
-        """            exchange.allow(send_timeout, gone)
+        """            exchange.allow(send_timeout, ClientGone)
             await client.write(chunk)
 """,
         """            await client.write(chunk)
@@ -169,10 +169,8 @@ MUTANTS = [
         "late-reason",
         "a deadline that passes in the tick of the data is taken for the client's leaving",
         "exchange.py",
-        """        if self._attempt.cancel_called:
-            return  # it is too late: the reason stays
-""",
-        "",
+        "if attempt is None or attempt.passed:\n            return  # it is too late: the reason stays",
+        "if attempt is None:\n            return",
         ["tests/test_odd_hosts.py"],
     ),
     Mutant(
@@ -186,7 +184,7 @@ MUTANTS = [
         "retry-after-ignored",
         "a worker that asks to be left alone is asked",
         "scheduling/breaker.py",
-        "        if self.backing_off:\n            return False\n",
+        "        if self._back_off_until > -math.inf and self.backing_off:\n            return False\n",
         "",
         ["tests/test_failover.py"],
     ),
@@ -213,5 +211,56 @@ MUTANTS = [
         "    return frozenset(tokens) - _NEVER_CONNECTION_LISTED\n",
         "    return frozenset()\n",
         ["tests/test_headers.py"],
+    ),
+    Mutant(
+        "cancelled-and-not-uncancelled",
+        "a client that has left leaves the server's task cancelled",
+        "time_limit.py",
+        "task.uncancel() <= self._before and exc_type is asyncio.CancelledError",
+        "exc_type is asyncio.CancelledError",
+        ["tests/test_time_limit.py", "tests/wire/test_served_in_place.py"],
+    ),
+    Mutant(
+        "swallows-the-hosts-cancellation",
+        "a native cancellation that comes together with ours is lost",
+        "time_limit.py",
+        "task.uncancel() <= self._before and exc_type",
+        "task.uncancel() < 99 and exc_type",
+        ["tests/test_time_limit.py", "tests/wire/test_served_in_place.py"],
+    ),
+    Mutant(
+        "listener-kept",
+        "whoever listens for the client's leaving goes on after the answer",
+        "dispatcher.py",
+        "            listener.cancel()\n",
+        "            pass\n",
+        ["tests/wire/test_served_in_place.py"],
+    ),
+    Mutant(
+        "own-answer-not-closed",
+        "an answer over our own transport is left open when its client leaves",
+        "upstream/answer.py",
+        "        answer.close()\n",
+        "        pass\n",
+        ["tests/wire/test_served_in_place.py"],
+    ),
+    Mutant(
+        "limit-forgotten",
+        "a time limit that was put off once is never looked at again",
+        "time_limit.py",
+        """        elif self.until < math.inf:
+            self._set(loop, self.until)
+""",
+        "",
+        ["tests/test_time_limit.py"],
+    ),
+    Mutant(
+        "end-lost-behind-a-send",
+        "what arrives while a message is sent, and ends the answer, is lost",
+        "upstream/relay.py",
+        """                chunk += _take(answer) or b""  # what has come since
+""",
+        "                pass\n",
+        ["tests/wire/test_served_in_place.py"],
     ),
 ]

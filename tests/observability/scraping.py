@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -49,7 +49,7 @@ FINISHED = RequestFinished(
 
 def finished(**changes: object) -> RequestFinished:
     """Return a good request on `WORKER`, changed."""
-    return replace(FINISHED, **changes)  # type: ignore[arg-type]
+    return replace(FINISHED, **changes)
 
 
 class Series(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import FrozenInstanceError
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,5 +53,5 @@ async def test_an_event_can_not_be_changed() -> None:
     events: list[RequestFinished] = []
     routed.router.observers.append(events.append)
     await Exchange(body=completion_body()).run(routed.app)
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         events[0].status = 0  # type: ignore[misc]

@@ -50,14 +50,15 @@ def test_buckets_hold_what_is_up_to_their_bound() -> None:
 
 
 def test_each_bucket_has_its_latest_example() -> None:
-    """A bucket's example is the last request with an id that fell into it, not one of a lower bucket."""
-    histogram = Histogram((0.1, 1.0))
-    histogram.observe(0.01, {"request_id": "a"})
-    histogram.observe(0.02, {"request_id": "b"})
-    histogram.observe(0.03, {})
-    histogram.observe(5.0, {"request_id": "c"})
+    """A bucket's example is the last request that fell into it, not one of a lower bucket; without a plain id none."""
+    histogram = Histogram((0.1, 1.0, 10.0))
+    histogram.observe(0.01, finished(request_id="a"))
+    histogram.observe(0.02, finished(request_id="b", arrived=1_000.0, duration_seconds=2.0))
+    histogram.observe(5.0, finished(request_id="c"))
+    histogram.observe(50.0, finished(request_id='not"plain'))
     examples = [example and (dict(example.labels), example.value) for _, _, example in histogram.buckets()]
-    assert examples == [({"request_id": "b"}, 0.02), None, ({"request_id": "c"}, 5.0)]
+    assert examples == [({"request_id": "b"}, 0.02), None, ({"request_id": "c"}, 5.0), None]
+    assert next(example.timestamp for _, _, example in histogram.buckets() if example) == 1_002.0
 
 
 @pytest.mark.parametrize(

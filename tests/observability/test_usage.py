@@ -54,4 +54,5 @@ def test_a_key_that_ends_like_usage_is_none() -> None:
 def test_nothing_in_an_answer_makes_it_raise(end: bytes) -> None:
     """Whatever a worker sends, reading it ends with numbers or None."""
     usage = read_usage(end)
-    assert all(count is None or 0 <= count < 2**53 for count in usage)
+    counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    assert all(count is None or 0 <= count < 2**53 for count in counts)

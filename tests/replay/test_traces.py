@@ -116,7 +116,7 @@ def test_the_length_of_an_answer(tmp_path: Path, more: dict[str, object], tokens
 
 def record(**fields: object) -> dict[str, object]:
     """Return a record of the router's request log."""
-    names = RequestFinished.__dataclass_fields__
+    names = dict.fromkeys(RequestFinished.__struct_fields__)
     assert fields.keys() <= names.keys()
     base = dict.fromkeys(names, "") | {"prompt_tokens": 400, "predicted_cached_tokens": 0, "real_prompt_tokens": None}
     return base | {"duration_seconds": 2.0, "first_byte_seconds": 0.5} | fields

@@ -6,12 +6,12 @@ import gc
 import random
 import tracemalloc
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asgi_router.errors import AllBusy
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions

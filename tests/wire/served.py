@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    import httpx
-    from httpcore import AsyncConnectionPool
     from starlette.types import ASGIApp
 
-    from asgi_router.upstream.transport import PooledTransport
+    from asgi_router.upstream.http11 import Http11Transport, Pool
     from tests.instruments.raw_http import RawClient
     from tests.instruments.raw_server import Step
 
@@ -78,10 +76,9 @@ class Served:
         return sum(worker.requests for worker in self.router.stats().workers)
 
     @property
-    def pool(self) -> AsyncConnectionPool | None:
+    def pool(self) -> Pool | None:
         """The connections of the running loop; None if they are closed."""
-        transport: httpx.AsyncHTTPTransport | None = cast("PooledTransport", self.router._transport)._pool.get()
-        return None if transport is None else transport._pool
+        return cast("Http11Transport", self.router._transport)._pools.get(asyncio.get_running_loop())
 
     async def finished(self) -> None:
         """Return when the server has nothing more to do."""
@@ -97,8 +94,7 @@ class Served:
         assert stats.exchanges == 0
         assert all(state.prefixes.pinned == 0 for state in self.router.workers)
         if self.pool is not None:
-            assert not self.pool._requests
-            assert all(connection.is_idle() for connection in self.pool.connections), self.pool
+            assert self.pool.active == 0
 
 
 @asynccontextmanager

@@ -45,7 +45,7 @@ async def assert_hung_up(served: Served, connection: Connection) -> None:
         await connection.gone()
     assert (connection.server, connection.client) in [("open", "closed"), ("open", "reset")]
     await served.assert_released()
-    assert served.pool is None or not served.pool.connections
+    assert served.pool is None or not served.pool.sockets
 
 
 WAYS = pytest.mark.parametrize("how", ["close", "reset", "half-close"])

@@ -95,14 +95,14 @@ async def test_statuses_and_bodies_of_known_length(http: Http) -> None:
 
 
 async def test_answers_that_have_no_body(http: Http) -> None:
-    """204 and 304 are relayed without one, whatever length they declare, and the client's connection goes on."""
+    """204 and 304 are relayed without one, whatever length they declare, and both connections go on."""
     answers = [
         (code, b"HTTP/1.1 %d No\r\netag: 1\r\n%b\r\n" % (code, length))
         for code in (204, 304)
         for length in (b"", b"content-length: 0\r\n", b"content-length: 99\r\n")
     ]
-    scripts: list[list[Step]] = [[REQUEST, answer, HANG] for _, answer in answers]
-    async with serve_scripts(*scripts, [REQUEST, OK, HANG], http=http) as (_, _, client):
+    script: list[Step] = [step for _, answer in answers for step in (REQUEST, answer)]
+    async with serve_scripts([*script, REQUEST, OK, HANG], http=http) as (_, _, client):
         for status, _ in answers:
             await client.post(completion_body())
             head = await client.read_head()

@@ -16,6 +16,8 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from asgi_router import Router, RouterMiddleware, RouterSettings
+from asgi_router.upstream.http11 import Pool
+from asgi_router.upstream.transport import PooledTransport
 from tests.instruments import asyncio_only
 from tests.instruments.asgi_client import Exchange
 from tests.instruments.cancel import cancel_natively
@@ -29,7 +31,7 @@ from tests.wire.test_failures import FAILED, read_error, refusing_port
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from asgi_router.upstream.transport import PooledTransport
+    from asgi_router.upstream.http11 import Answer, Http11Transport, Origin
     from tests.instruments.raw_http import RawClient
     from tests.instruments.raw_server import Step
     from tests.wire.served import Served
@@ -181,10 +183,29 @@ class TestNothingIsLeft:
             async with served.connect() as client:
                 assert await ask(client) == 200
             assert served.pool is not None
-            assert served.pool.connections
+            assert served.pool.idle
+
+    async def test_native_cancellation_of_stock_httpx_at_any_turn(self) -> None:
+        """A host's time-out loses no connection: httpcore would, if it saw the native cancel (encode/httpcore#1093)."""
+        script: list[Step] = [REQUEST, SSE_HEAD + chunk(b"data: x\n\n"), HANG]
+        stock = PooledTransport(keepalive_expiry=4.0)
+        async with (
+            raw_server(*[script] * 400) as worker,
+            Router(RouterSettings(workers=[worker.url]), transport=stock) as router,
+        ):
+            app = RouterMiddleware(unreachable_app, router=router)
+            for turn in range(60):
+                for exchange in [Exchange(body=BODY) for _ in range(5)]:
+                    await cancel_natively(exchange.run(app), at=[turn])
+            assert {counters(stats) for stats in router.stats().workers} == {(0, 0, 0, 0)}
+            transport = stock._pool.get()
+            assert transport is not None
+            pool = transport._pool
+            assert not pool._requests
+            assert all(connection.is_idle() for connection in pool.connections), pool
 
     async def test_native_cancellation_at_any_turn(self) -> None:
-        """A host's time-out loses no connection: httpcore would, if it saw the native cancel (encode/httpcore#1093)."""
+        """Our own transport bears it: requests are served in the task that is cancelled, and lose nothing."""
         script: list[Step] = [REQUEST, SSE_HEAD + chunk(b"data: x\n\n"), HANG]
         cut = 0
         async with raw_server(*[script] * 400) as worker, Router(RouterSettings(workers=[worker.url])) as router:
@@ -197,11 +218,9 @@ class TestNothingIsLeft:
 
             assert cut == 300
             assert {counters(stats) for stats in router.stats().workers} == {(0, 0, 0, 0)}
-            transport = cast("PooledTransport", router._transport)._pool.get()
-            assert transport is not None
-            pool = transport._pool
-            assert not pool._requests
-            assert all(connection.is_idle() for connection in pool.connections), pool
+            pool = cast("Http11Transport", router._transport).pool()
+            assert pool is not None
+            assert pool.active == 0, pool
 
     async def test_f30_more_streams_than_httpx_allows_by_default(self) -> None:
         """F-30: the scheduler decides how much a worker gets; the pool holds no request back."""
@@ -276,18 +295,18 @@ async def test_f30_proxies_of_the_environment_are_ignored(monkeypatch: pytest.Mo
 @pytest.mark.anyio
 @asyncio_only
 async def test_a_pause_of_any_length_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """httpx would end a prefill after its default of 5 s; what limits a request are our own settings."""
-    seen: list[object] = []
-    handle = httpx.AsyncHTTPTransport.handle_async_request
+    """A prefill takes as long as it takes; what limits a request are our own settings."""
+    seen: list[dict[str, object]] = []
+    request = Pool.request
 
-    async def note(self: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-        seen.append(request.extensions["timeout"])
-        return await handle(self, request)
+    async def note(self: Pool, origin: Origin, head: bytes, body: bytes = b"", **options: object) -> Answer:
+        seen.append({name: value for name, value in options.items() if name.endswith("timeout")})
+        return await request(self, origin, head, body, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", note)
+    monkeypatch.setattr(Pool, "request", note)
     async with serve_scripts([REQUEST, OK, HANG], connect_timeout=7, idle_timeout=8) as (_, _, client):
         assert await ask(client) == 200
-    assert seen == [{"connect": 7, "write": 8, "read": None, "pool": None}]
+    assert seen == [{"connect_timeout": 7, "send_timeout": 8}]
 
 
 def test_a_test_client_with_a_loop_for_each_request() -> None:
