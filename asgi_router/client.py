@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _STRAY_MESSAGES = 8  # body messages out of turn that are ignored
 _END_BYTES = 64 * 1024
+_MAX_PARTS = 4096  # of a body, before they become one: a million of one byte each would take 40 times their size
 _EVENT_ENDS = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
@@ -80,14 +81,18 @@ class Client:
                 raise too_large
             return first
 
-        body = bytearray(first)
-        while len(body) <= limit and message.get("more_body", False):
+        parts, size = [first], len(first)
+        while size <= limit and message.get("more_body", False):
             message = await self._next_of_body()
-            body += message.get("body", b"")
-        if len(body) > limit:
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if len(parts) > _MAX_PARTS:
+                parts = [b"".join(parts)]
+        if size > limit:
             raise too_large
 
-        return bytes(body)
+        return b"".join(parts)
 
     async def _next_of_body(self) -> Message:
         message = await self._receive()

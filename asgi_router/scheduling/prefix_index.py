@@ -18,13 +18,16 @@ flat table of hashes answers the longest match without a tree. The rules:
 
 from __future__ import annotations
 
+from collections import deque
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, repeat
 from struct import iter_unpack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+Value = TypeVar("Value")
 
 LEAST_CAPACITY = 32
 """Blocks that an adaptive index may hold at least: about one prompt."""
@@ -173,9 +176,9 @@ class PrefixIndex:
         self._evict(len(table) + fresh - self._capacity)
         for block in islice(blocks, known, known + fresh):
             table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
-        if evicted := self._evicted:
+        if fresh and blocks[known] in self._evicted:  # else none of them: tails went, and are forgotten, before heads
             for block in islice(blocks, known, known + fresh):
-                evicted.pop(block, None)
+                self._evicted.pop(block, None)
 
         self._pinned += fresh
         return known + fresh
@@ -188,6 +191,11 @@ class PrefixIndex:
         if second == self._second:
             second = self._second  # one integer object for all blocks of a second, not one for each
         self._second = second
+        if max(map(table.__getitem__, blocks), default=0) <= _HOLD | _CONFIRMED and prefilled:
+            _discard(table, blocks)  # nobody else's: all at once
+            table.update(zip(reversed(blocks), repeat(second)))  # at the end of the table: used last
+            self._pinned -= len(blocks)
+            return
         for block in reversed(blocks):
             state = (table[block] - _HOLD) | confirmed
             if state >= _HOLD:
@@ -203,6 +211,16 @@ class PrefixIndex:
         if count <= 0:
             return
 
+        table = self._blocks
+        victims = list(islice(table, count))
+        if not self._pinned or max(map(table.__getitem__, victims), default=0) <= 0:
+            _discard(table, victims)
+        else:
+            victims = self._evict_between(count)
+        self._remember(victims)
+
+    def _evict_between(self, count: int) -> list[int]:
+        """Evict as many as there are between pinned ones."""
         victims: list[int] = []
         passed: list[int] = []
         for block, state in self._blocks.items():
@@ -213,11 +231,10 @@ class PrefixIndex:
                 if len(victims) == count:
                     break
 
-        for block in victims:
-            del self._blocks[block]
+        _discard(self._blocks, victims)
         for block in passed:  # to the end, or every later search would pass them again
             self._blocks[block] = self._blocks.pop(block)
-        self._remember(victims)
+        return victims
 
     def _remember(self, victims: list[int]) -> None:
         if self._most is None:
@@ -226,8 +243,13 @@ class PrefixIndex:
         evicted = self._evicted
         evicted.update(dict.fromkeys(victims))
         excess = len(evicted) + self._capacity - self._most  # held or evicted: there are never more than `most`
-        for block in list(islice(evicted, max(0, excess))):
-            del evicted[block]
+        if excess > 0:
+            _discard(evicted, list(islice(evicted, excess)))
+
+
+def _discard(table: dict[int, Value], blocks: Sequence[int]) -> None:
+    """Take blocks out of a table, in C: there may be thousands."""
+    deque(map(table.__delitem__, blocks), maxlen=0)
 
 
 def _reach(blocks: Sequence[int], start: int, limit: int, has: Callable[[int], bool]) -> int:
