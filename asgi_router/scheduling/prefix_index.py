@@ -80,13 +80,26 @@ class PrefixIndex:
         most: how many blocks the capacity may grow to; it may shrink to `LEAST_CAPACITY` then. None: it stays.
     """
 
-    __slots__ = ("_blocks", "_capacity", "_clock", "_evicted", "_has_shrunk", "_most", "_pinned", "_second", "_ttl")
+    __slots__ = (
+        "_blocks",
+        "_capacity",
+        "_clock",
+        "_evicted",
+        "_evicted_before",
+        "_has_shrunk",
+        "_most",
+        "_pinned",
+        "_second",
+        "_ttl",
+    )
 
     def __init__(self, capacity: int, ttl: float, clock: Callable[[], float], most: int | None = None) -> None:
         self._capacity = capacity
         self._most = most
         self._has_shrunk = False
-        self._evicted: dict[int, None] = {}  # hashes, first gone first
+        # Hashes of what had to go, in two generations: taking single ones out of a dict's front costs more with each.
+        self._evicted: set[int] = set()
+        self._evicted_before: set[int] = set()
         self._ttl = ttl
         self._clock = clock
         # hash -> if pinned: _HOLD x requests in flight, plus _CONFIRMED; else: minus the second of its last use.
@@ -122,7 +135,10 @@ class PrefixIndex:
 
     def evicted(self, blocks: Sequence[int], start: int, limit: int) -> int:
         """Return how many of the blocks from `start` to `limit` had to go for want of room, without a gap."""
-        return _reach(blocks, start, limit, self._evicted.__contains__) if self._evicted else 0
+        return _reach(blocks, start, limit, self._had_to_go) if self._evicted or self._evicted_before else 0
+
+    def _had_to_go(self, block: int) -> bool:
+        return block in self._evicted or block in self._evicted_before
 
     def learn(self, held: int, evicted: int, found: float) -> None:
         """Adapt the capacity to what a worker has found in its cache of a prompt that it has now answered.
@@ -151,6 +167,7 @@ class PrefixIndex:
         """Forget all blocks but those of requests in flight."""
         self._blocks = {block: state & ~_CONFIRMED for block, state in self._blocks.items() if state > 0}
         self._evicted.clear()
+        self._evicted_before.clear()
 
     def _holds(self, block: int) -> bool:
         state = self._blocks.get(block)
@@ -176,9 +193,9 @@ class PrefixIndex:
         self._evict(len(table) + fresh - self._capacity)
         for block in islice(blocks, known, known + fresh):
             table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
-        if fresh and blocks[known] in self._evicted:  # else none of them: tails went, and are forgotten, before heads
-            for block in islice(blocks, known, known + fresh):
-                self._evicted.pop(block, None)
+        if fresh and self._had_to_go(blocks[known]):  # else none of them: tails went, and are forgotten, before heads
+            self._evicted.difference_update(blocks[known : known + fresh])
+            self._evicted_before.difference_update(blocks[known : known + fresh])
 
         self._pinned += fresh
         return known + fresh
@@ -240,11 +257,14 @@ class PrefixIndex:
         if self._most is None:
             return
 
-        evicted = self._evicted
-        evicted.update(dict.fromkeys(victims))
-        excess = len(evicted) + self._capacity - self._most  # held or evicted: there are never more than `most`
-        if excess > 0:
-            _discard(evicted, list(islice(evicted, excess)))
+        generation = max(0, self._most - self._capacity) // 2  # held or evicted: there are never more than `most`
+        if len(self._evicted) + len(victims) > generation:
+            self._evicted_before = self._evicted if len(self._evicted) <= generation else set()
+            self._evicted = set(victims[-generation:] if generation else ())
+        else:
+            self._evicted.update(victims)
+        if len(self._evicted_before) > generation:
+            self._evicted_before = set()
 
 
 def _discard(table: dict[int, Value], blocks: Sequence[int]) -> None:

@@ -44,8 +44,8 @@ MUTANTS = [
         "evicted-for-ever",
         "the hashes of what had to go are remembered without a bound",
         "scheduling/prefix_index.py",
-        "excess = len(evicted) + self._capacity - self._most",
-        "excess = 0 * self._most",
+        "if len(self._evicted) + len(victims) > generation:",
+        "if False:",
         ADAPTATION,
     ),
     Mutant(
