@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from asgi_router.exchange import Exchange
     from asgi_router.headers import RawHeaders
     from asgi_router.settings import RouterSettings
+    from asgi_router.upstream.http11 import Pool
 
 ERROR_GRACE = 5.0
 """Seconds that a client may take to accept an error. Nobody listens for its leaving meanwhile."""
@@ -46,9 +47,8 @@ logger = logging.getLogger("asgi_router")
 class Mode(Protocol):
     """How the workers share the work."""
 
-    @property
-    def bears_native_cancellation(self) -> bool:
-        """Whether `task.cancel()` on the task that calls `ask` loses nothing, now: no connection, no place."""
+    def native_pool(self) -> Pool | None:
+        """Return the connections of the running loop, if `task.cancel()` on the task that calls `ask` loses nothing."""
         ...
 
     async def choose(self, exchange: Exchange) -> None:
@@ -149,7 +149,7 @@ class Dispatcher:
 
     async def _serve_watched(self, exchange: Exchange, path: str) -> None:
         """Serve the request while somebody listens for the client's leaving."""
-        if exchange.native:
+        if exchange.pool is not None:
             await self._serve_here(exchange, path)
         else:
             await self._serve_apart(exchange, path)
@@ -160,7 +160,8 @@ class Dispatcher:
         This is the task that a server or a host cancels natively. That may come at any await, and nothing that must
         happen stands behind one. The listener holds nothing, so nobody waits for its end.
         """
-        listener = asyncio.create_task(self._listen(exchange))
+        assert exchange.pool is not None  # it bears native cancellation
+        listener = exchange.pool.loop.create_task(self._listen(exchange))
         try:
             await asyncio.sleep(0)  # a client that has gone already costs no prefill
             await self._serve(exchange, path)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.lease import Lease
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.time_limit import Scope
+    from asgi_router.upstream.http11 import Pool
 
 END_GRACE = 1.0
 """Seconds that the last `send` may take once the client has gone."""
@@ -47,7 +48,7 @@ class Exchange:
     Attributes:
         body: the client's request body; empty once no worker can be asked any more.
         request: what was read in it; likewise without the prompt.
-        native: it bears native cancellation, and is ended by it.
+        pool: the connections of its event loop, if it bears native cancellation: then it is ended by that, too.
         lease: the current claim on a worker. A retry releases it and puts the next one here.
         app: the app that the middleware wraps, for the worker `local`.
         prefill: the claim on the worker that prefills for it, where prefill and decode are apart.
@@ -80,10 +81,10 @@ class Exchange:
         "ids",
         "in_app",
         "lease",
-        "native",
         "outcome",
         "path",
         "placed",
+        "pool",
         "preempted",
         "prefill",
         "reason",
@@ -96,7 +97,7 @@ class Exchange:
     )
 
     def __init__(
-        self, client: Client, path: str, app: ASGIApp, clock: Callable[[], float], *, native: bool = False
+        self, client: Client, path: str, app: ASGIApp, clock: Callable[[], float], pool: Pool | None = None
     ) -> None:
         self.client = client
         self.app = app
@@ -117,8 +118,8 @@ class Exchange:
         self.preempted = 0
         self.in_app = False
         self.sent = 0
-        self.native = native
-        self.scope: Scope = TaskScope() if native else anyio.CancelScope()
+        self.pool = pool
+        self.scope: Scope = anyio.CancelScope() if pool is None else TaskScope(pool.loop)
         self.reason: Exception | None = None
         self._attempt: TimeLimit | None = None
         self._late: Callable[[], Exception] | None = None
@@ -224,7 +225,7 @@ class Attempt:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._limit = exchange._attempt = TimeLimit(native=exchange.native)
+        self._limit = exchange._attempt = TimeLimit(None if exchange.pool is None else exchange.pool.loop)
 
     def __enter__(self) -> None:
         self._limit.__enter__()

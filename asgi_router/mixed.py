@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.settings import RouterSettings
     from asgi_router.upstream.answer import WorkerAnswer
+    from asgi_router.upstream.http11 import Pool
     from asgi_router.upstream.upstream import Upstream
 
 logger = logging.getLogger("asgi_router")
@@ -62,10 +63,9 @@ class Mixed:
         self._peers = peers
         self.admission = Admission(self._select, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout)
 
-    @property
-    def bears_native_cancellation(self) -> bool:
-        """Whether requests lose nothing when their task is cancelled natively; see `Mode`."""
-        return self._upstream.bears_native_cancellation and not self._workers.has_local
+    def native_pool(self) -> Pool | None:
+        """Return our own connections, unless the wrapped app is among the workers; see `Mode`."""
+        return None if self._workers.has_local else self._upstream.native_pool()
 
     def _select(self, request: CompletionRequest, exclude: Collection[WorkerState]) -> Lease:
         return self._scheduler.select(self._workers, request, exclude=exclude)

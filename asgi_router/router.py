@@ -240,8 +240,7 @@ class Router:
         Raises:
             AnswerCut: a worker failed after the answer had begun, and the answer is no event stream.
         """
-        native = self._mode.bears_native_cancellation
-        exchange = Exchange(Client(scope, receive, send), path, app, self._clock, native=native)
+        exchange = Exchange(Client(scope, receive, send), path, app, self._clock, self._mode.native_pool())
         self._exchanges.add(exchange)
         try:
             if self._draining:

@@ -1,6 +1,6 @@
 """Owns what ends a request early: the scope of one task, and a time limit that is moved far oftener than reached.
 
-Each has two forms. Where requests may be cancelled natively (see `Mode.bears_native_cancellation`), so on asyncio,
+Each has two forms. Where requests may be cancelled natively (see `Mode.native_pool`), which is on asyncio only,
 the scope is asyncio's own way: `task.cancel()` and `task.uncancel()`, as `asyncio.timeout` uses them. An
 `anyio.CancelScope`, which is used elsewhere, costs 5 us more: two of them are a twentieth of a request.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -44,11 +45,16 @@ class Scope(Protocol):
 
 
 class TaskScope:
-    """A scope of one asyncio task, cancelled by others than this task, once."""
+    """A scope of one asyncio task, cancelled by others than this task, once.
 
-    __slots__ = ("_before", "_task", "cancel_called", "cancelled_caught")
+    Args:
+        loop: the task's. (To ask for the running loop is a system call in CPython 3.11.)
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_before", "_loop", "_task", "cancel_called", "cancelled_caught")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self.cancel_called = False
         self.cancelled_caught = False
         self._task: asyncio.Task[object] | None = None
@@ -61,7 +67,7 @@ class TaskScope:
             self._task.cancel()
 
     def __enter__(self) -> TaskScope:
-        self._task = task = asyncio.current_task()
+        self._task = task = asyncio.current_task(self._loop)
         assert task is not None  # a coroutine runs in one
         self._before = task.cancelling()
         return self
@@ -84,7 +90,7 @@ class TimeLimit:
     where it is, and looks at the moment anew when it rings; elsewhere it is a scope's deadline as ever.
 
     Args:
-        native: use a `TaskScope`.
+        loop: use a `TaskScope` of this loop. None: an `anyio.CancelScope`.
 
     Attributes:
         scope: what is cancelled.
@@ -93,18 +99,17 @@ class TimeLimit:
 
     __slots__ = ("_loop", "_rings_at", "_timer", "scope", "until")
 
-    def __init__(self, *, native: bool = False) -> None:
-        self.scope: TaskScope | anyio.CancelScope = TaskScope() if native else anyio.CancelScope()
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.scope: TaskScope | anyio.CancelScope = anyio.CancelScope() if loop is None else TaskScope(loop)
         self.until = math.inf
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = math.inf
 
     def __enter__(self) -> TimeLimit:
-        try:
-            self._loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self._loop = None
+        if self._loop is None:
+            with suppress(RuntimeError):  # no asyncio
+                self._loop = asyncio.get_running_loop()
         self.scope.__enter__()
         return self
 

@@ -15,15 +15,15 @@ from tests.instruments import asyncio_only
 pytestmark = pytest.mark.anyio
 
 
-def forms() -> tuple[bool, ...]:
+def forms() -> tuple[asyncio.AbstractEventLoop | None, ...]:
     """Both forms of a scope where there are both: on asyncio."""
-    return (False, True) if sniffio.current_async_library() == "asyncio" else (False,)
+    return (None, asyncio.get_running_loop()) if sniffio.current_async_library() == "asyncio" else (None,)
 
 
 @asyncio_only
 async def test_a_cancelled_scope_is_left_and_the_task_goes_on() -> None:
     """What is awaited in it ends, what comes after it doesn't."""
-    with TaskScope() as scope:
+    with TaskScope(asyncio.get_running_loop()) as scope:
         asyncio.get_running_loop().call_soon(scope.cancel)
         await anyio.sleep_forever()
     assert scope.cancel_called
@@ -39,7 +39,7 @@ async def test_a_task_that_others_cancel_goes_on_being_cancelled() -> None:
     """A cancellation of the task itself comes out of the scope, also if the scope was cancelled in the same tick."""
 
     async def work() -> None:
-        with TaskScope() as scope:
+        with TaskScope(asyncio.get_running_loop()) as scope:
             scopes.append(scope)
             await anyio.sleep_forever()
 
@@ -59,8 +59,8 @@ async def test_a_task_that_others_cancel_goes_on_being_cancelled() -> None:
 async def test_the_outer_scope_is_left_when_it_is_the_one() -> None:
     """Of two scopes, one in the other, cancelled both or one, the right one is left."""
     for inner_too in (False, True):
-        with TaskScope() as outer:
-            with TaskScope() as inner:
+        with TaskScope(asyncio.get_running_loop()) as outer:
+            with TaskScope(asyncio.get_running_loop()) as inner:
                 loop = asyncio.get_running_loop()
                 loop.call_soon(outer.cancel)
                 if inner_too:
@@ -74,7 +74,7 @@ async def test_the_outer_scope_is_left_when_it_is_the_one() -> None:
 @asyncio_only
 async def test_cancelling_what_is_not_entered_does_nothing() -> None:
     """Neither before nor after it does a scope cancel anything."""
-    scope = TaskScope()
+    scope = TaskScope(asyncio.get_running_loop())
     scope.cancel()
     with scope:
         await asyncio.sleep(0)
@@ -85,8 +85,8 @@ async def test_cancelling_what_is_not_entered_does_nothing() -> None:
 
 async def test_time_runs_out() -> None:
     """When the moment has passed, what is enclosed is left."""
-    for native in forms():
-        with anyio.fail_after(5), TimeLimit(native=native) as limit:
+    for loop in forms():
+        with anyio.fail_after(5), TimeLimit(loop) as limit:
             limit.allow(0.01)
             await anyio.sleep_forever()
         assert limit.passed
@@ -95,9 +95,9 @@ async def test_time_runs_out() -> None:
 
 async def test_a_limit_that_is_put_off_is_not_reached() -> None:
     """Each call moves the moment, either way; None takes it away."""
-    for native in forms():
+    for loop in forms():
         with anyio.fail_after(5):
-            with TimeLimit(native=native) as limit:
+            with TimeLimit(loop) as limit:
                 for _ in range(3):
                     limit.allow(0.05)
                     limit.allow(60.0)
@@ -107,7 +107,7 @@ async def test_a_limit_that_is_put_off_is_not_reached() -> None:
                 assert limit.until == math.inf
                 await anyio.sleep(0.06)
             assert not limit.passed
-            with TimeLimit(native=native) as limit:
+            with TimeLimit(loop) as limit:
                 limit.allow(0.01)
                 limit.allow(60.0)
                 await anyio.sleep(0.06)  # the timer rings, and is set anew

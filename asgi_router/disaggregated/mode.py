@@ -62,8 +62,8 @@ class Disaggregated:
             pairing.select, queue_size=settings.queue_size, queue_timeout=settings.queue_timeout
         )
 
-    bears_native_cancellation = False
-    """Two legs run in a task group, which a second native cancellation would tear apart; see `Mode`."""
+    def native_pool(self) -> None:
+        """Return None: two legs run in a task group, which native cancellation would tear apart; see `Mode`."""
 
     async def choose(self, exchange: Exchange) -> None:
         """Lease a pair for the request; see `Mode`."""

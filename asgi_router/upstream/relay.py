@@ -67,7 +67,7 @@ async def relay(
             exchange.times.first_byte = exchange.times.clock()
         if before_start is not None:
             await before_start()
-        if not exchange.native:
+        if exchange.pool is None:
             await checkpoint_if_cancelled()  # a deadline that passed in this very tick is still a clean error
         exchange.allow(send_timeout, ClientGone)
         exchange.forget_prompt()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from asgi_router.exchange import Exchange
     from asgi_router.headers import RawHeaders
     from asgi_router.upstream.answer import WorkerAnswer
+    from asgi_router.upstream.http11 import Pool
     from asgi_router.upstream.transport import Progress
 
 MAX_TARGETS = 4096
@@ -39,10 +40,12 @@ class Upstream:
         self._write_timeout = write_timeout
         self._targets: dict[str, Target] = {}
 
-    @property
-    def bears_native_cancellation(self) -> bool:
-        """Whether `task.cancel()` at any await loses nothing; httpcore loses connections (encode/httpcore#1093)."""
-        return self._own is not None and self._own.pool() is not None
+    def native_pool(self) -> Pool | None:
+        """Return our own pool for the running loop: there `task.cancel()` at any await loses nothing.
+
+        None with another transport (httpcore loses connections: encode/httpcore#1093), and where no asyncio loop runs.
+        """
+        return self._own.pool() if self._own is not None else None
 
     async def open(
         self, exchange: Exchange, url: str, body: bytes, *, own_headers: RawHeaders, progress: Progress
@@ -53,7 +56,9 @@ class Upstream:
             RouterError: as `open_response`.
         """
         target = self._target(url)
-        pool = self._own.pool() if self._own is not None else None
+        pool = exchange.pool
+        if pool is None or pool.closed:
+            pool = self.native_pool()
         if pool is None:
             return await self._open_httpx(exchange, target, body, own_headers, progress)
 
