@@ -140,7 +140,7 @@ class Pool:
                     raise
                 stale = True
 
-        if progress is not None:
+        if progress is not None and not stale:  # else something was sent: being late doesn't mean unreachable
             progress(sending=False)
         try:
             connection = await self._dial(origin, connect_timeout)
