@@ -135,6 +135,27 @@ async def test_an_answer_before_the_body_is_sent(ends: bool) -> None:
             assert len(worker.got) < len(LARGE)
 
 
+async def test_a_worker_that_ends_in_its_answer_and_does_not_read_on() -> None:
+    """The socket is closed at once: the loop's own close would wait until the worker takes the rest of the body."""
+    async with slow_worker() as (listener, pool, origin), anyio.create_task_group() as group:
+        failed = asyncio.Event()
+
+        async def send() -> None:
+            answer = await pool.request(origin, head(origin), LARGE)
+            with pytest.raises(ConnectionBroken):
+                await read_all(answer)
+            answer.close()
+            failed.set()
+
+        group.start_soon(send)
+        async with accepted(listener) as worker:
+            assert await worker.read(1000)
+            await worker.send(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbegun")
+            worker.sock.shutdown(socket.SHUT_WR)
+            await failed.wait()
+            await until(lambda: pool.sockets == 0)
+
+
 async def test_an_answer_before_the_body_has_come() -> None:
     """The same when all is sent that there is, and the caller has more of it; it isn't asked for that any more."""
     begun = anyio.Event()

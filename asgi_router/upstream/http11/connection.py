@@ -257,6 +257,7 @@ class Connection(asyncio.Protocol):
         if answer is not None and self._reader.has_head and self._reader.until_close:
             self._complete(answer)
         self._end(self._broken(AnswerCutShort))
+        self.abort()  # the loop's own close would wait for a worker that doesn't read the rest of the request
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(self._broken(AnswerCutShort if exc is None else ConnectionBroken))
