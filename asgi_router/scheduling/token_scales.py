@@ -45,8 +45,10 @@ class TokenScales:
 
         sums = self._sums
         real, estimated = sums.pop(request.model, (0.0, 0.0))
-        kept = MEMORY / (MEMORY + request.prompt_tokens)
-        sums[request.model] = learnt = (real * kept + counted, estimated * kept + request.prompt_tokens)
+        tokens = request.prompt_tokens
+        kept = MEMORY / (MEMORY + tokens)
+        likely = min(LARGEST * tokens, max(SMALLEST * tokens, counted))  # or one absurd count would be felt for long
+        sums[request.model] = learnt = (real * kept + likely, estimated * kept + tokens)
         self._latest = _ratio(*learnt)
         if len(sums) > MAX_MODELS:
             del sums[next(iter(sums))]

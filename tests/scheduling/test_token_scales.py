@@ -65,6 +65,15 @@ def test_a_senseless_count_does_no_harm(counted: int, scale: float) -> None:
     assert scales.of(asked()) == scale
 
 
+def test_an_absurd_count_is_soon_forgotten() -> None:
+    """It weighs no more than the largest count that can be true."""
+    scales = TokenScales()
+    scales.learn(asked(), 2**52)
+    for _ in range(100):
+        scales.learn(asked(), asked().prompt_tokens)
+    assert scales.of(asked()) < 1.2
+
+
 def test_models_that_come_and_go_leave_no_memory() -> None:
     """The table is bounded, and a model that is in use stays."""
     scales = TokenScales()
