@@ -79,8 +79,9 @@ class Http11Transport(httpx.AsyncBaseTransport):
 
         pool = self._pools.get(loop)
         if pool is None or pool.closed:
-            for other in [other for other in self._pools if other.is_closed()]:
-                del self._pools[other]
+            for other in list(self._pools):  # loops of other threads do the same
+                if other.is_closed():
+                    self._pools.pop(other, None)
             pool = self._pools[loop] = Pool(keepalive_expiry=self._keepalive_expiry, ssl_context=self._ssl)
         return pool
 
