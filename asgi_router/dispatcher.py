@@ -134,6 +134,7 @@ class Dispatcher:
             raise exchange.reason
         with exchange.scope:
             exchange.body = await client.read_body(self._settings.max_body_bytes)
+            exchange.check()
             began = exchange.times.clock()
             exchange.request = extract(
                 exchange.body, path, exchange.headers.get(b"content-encoding", b"").decode("latin-1")
@@ -216,6 +217,7 @@ class Dispatcher:
         while True:
             exchange.blamed = None
             await self._mode.choose(exchange)
+            exchange.check()
             exchange.attempts += 1
             try:
                 with exchange.attempt():

@@ -161,6 +161,17 @@ class Exchange:
             self.reason = reason
             self.scope.cancel()
 
+    def check(self) -> None:
+        """Raise what ought to have ended the request already, had nobody swallowed its cancellation.
+
+        The host's `send` and `receive` may do so: `asyncio.wait_for` does, before Python 3.12, if what it waits for
+        ends in the same turn. Native cancellation is not repeated.
+        """
+        if self.reason is not None:
+            raise self.reason
+        if self._attempt is not None and self._attempt.passed and self._late is not None:
+            raise self._late()
+
     def leave(self, gone: ClientGone) -> None:
         """Note that the client was found to be gone while a message was sent to it, the last one maybe."""
         if self.reason is None:

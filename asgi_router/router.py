@@ -253,6 +253,7 @@ class Router:
             exchange.release()
             self._exchanges.discard(exchange)
             self._tell(exchange)
+            exchange.reason = None  # its traceback holds this frame, and so the prompt, until a collection of garbage
             try:
                 await self._aborts.after(exchange)
             finally:

@@ -87,8 +87,7 @@ async def relay(
 
             exchange.allow(send_timeout, ClientGone)
             await client.write(chunk)
-            if exchange.reason is not None:
-                raise exchange.reason  # should a host's `send` have swallowed the cancellation
+            exchange.check()  # should a host's `send` have swallowed the cancellation
             count += 1
             if count % CHECKPOINT_EVERY == 0:
                 await checkpoint()  # or a worker that is always ahead would starve the watcher

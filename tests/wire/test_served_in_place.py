@@ -6,7 +6,8 @@ Nothing is left: no lease, no pin, no connection in use, no cancellation that co
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import gc
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
 import anyio
@@ -14,6 +15,7 @@ import pytest
 
 from asgi_router import Router, RouterMiddleware, RouterSettings
 from asgi_router.errors import ShuttingDown
+from asgi_router.exchange import Exchange
 from tests.instruments import asyncio_only
 from tests.instruments.raw_server import HANG, REQUEST, raw_server
 from tests.routed import completion_body, counters, unreachable_app
@@ -204,3 +206,58 @@ async def test_a_send_that_swallows_the_cancellation_ends_with_the_client() -> N
         assert await call.ended() == "returned"
         assert call.sent[-1].get("more_body", True)  # it does not look whole
         await assert_nothing_left(router)
+
+
+async def test_a_send_that_swallows_its_time_out_ends_the_request() -> None:
+    """Nor can it keep one alive that was late: its time limit is over, and no other would follow."""
+    async with routed(STREAM) as router:
+        call = Call(router)
+
+        async def swallowing(message: Message) -> None:
+            call.sent.append(message)
+            if message["type"] == "http.response.body":
+                asyncio.get_running_loop().call_soon(late, call)
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(5)
+
+        call._send = swallowing  # type: ignore[method-assign]
+        assert await call.ended() == "returned"
+        assert call.sent[-1]["more_body"] is True
+        await assert_nothing_left(router)
+
+
+async def test_a_receive_that_swallows_a_shutdown_ends_the_request() -> None:
+    """A host's `receive` that catches the cancellation can't bring a request to a worker that was to be ended."""
+    async with routed(ENDLESS) as router:
+        call = Call(router)
+        receive = call._receive
+
+        async def swallowing() -> Message:
+            if call._unread:
+                asyncio.get_running_loop().call_soon(shut_down, call)
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(5)
+            return await receive()
+
+        call._receive = swallowing  # type: ignore[method-assign]
+        assert await call.ended() == "returned"
+        assert call.sent[0]["status"] == 503
+        await assert_nothing_left(router)
+
+
+@pytest.mark.parametrize("end", [left, shut_down])
+async def test_an_ended_request_holds_no_prompt(end: Callable[[Call], None]) -> None:
+    """The reason is gone with the request, and with it the frames that hold the prompt: no cycle is left."""
+    async with routed(ENDLESS) as router:
+        gc.collect()
+        gc.disable()
+        try:
+            call = Call(router)
+            while not any(exchange.attempts for exchange in router._exchanges):  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0)
+            end(call)
+            assert await call.ended() == "returned"
+            await assert_nothing_left(router)
+            assert [thing for thing in gc.get_objects() if isinstance(thing, Exchange)] == []
+        finally:
+            gc.enable()
