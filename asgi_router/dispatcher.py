@@ -217,7 +217,8 @@ class Dispatcher:
         while True:
             exchange.blamed = None
             await self._mode.choose(exchange)
-            exchange.check()
+            if exchange.reason is not None:
+                raise exchange.reason  # should the wait have swallowed the cancellation: anyio's did (anyio#1214)
             exchange.attempts += 1
             try:
                 with exchange.attempt():
