@@ -14,6 +14,7 @@ MUTANTS = [
         """            exchange.release()
             self._exchanges.discard(exchange)
             self._tell(exchange)
+            exchange.reason = None  # its traceback holds this frame, and so the prompt, until a collection of garbage
             try:
                 await self._aborts.after(exchange)
             finally:
