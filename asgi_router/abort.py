@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from asgi_router.exchange import Exchange
     from asgi_router.scheduling.state import WorkerState
-    from asgi_router.upstream.calls import WorkerAnswer
+    from asgi_router.upstream.calls import WholeAnswer
 
 WORKER_PATH = "/v1/abort_requests"
 """Where FastDeploy's engines take aborts, whatever our own path is."""
@@ -267,7 +267,7 @@ def read_abort(body: bytes) -> AbortRequest:
     return AbortRequest(tuple(dict.fromkeys(ids)), bool(abort_all))
 
 
-def read_report(answer: WorkerAnswer | None) -> Report:
+def read_report(answer: WholeAnswer | None) -> Report:
     """Read a worker's answer: FastDeploy's, with `aborted` and `not_found` in `result`, or one like our own."""
     if answer is None:
         return Report()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from asgi_router.scheduling.state import WorkerState
-    from asgi_router.upstream.calls import WorkerAnswer, WorkerCalls
+    from asgi_router.upstream.calls import WholeAnswer, WorkerCalls
 
 logger = logging.getLogger("asgi_router")
 
@@ -86,7 +86,7 @@ class LoadMonitor:
             self._silent.discard(state)
             logger.warning("%s: says again how busy it is", state.worker.url)
 
-    def _note_silence(self, state: WorkerState, answer: WorkerAnswer | None) -> None:
+    def _note_silence(self, state: WorkerState, answer: WholeAnswer | None) -> None:
         if state.remote_load is None and state not in self._silent:
             self._silent.add(state)
             what = "no answer" if answer is None else f"status {answer.status}"

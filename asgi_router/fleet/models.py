@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from asgi_router.scheduling.state import WorkerState
-    from asgi_router.upstream.calls import WorkerAnswer, WorkerCalls
+    from asgi_router.upstream.calls import WholeAnswer, WorkerCalls
 
 PATH = "/v1/models"
 ASKED_BY_A_ROUTER = "x-router-models"
@@ -158,7 +158,7 @@ class Models:
             del self._under_way[state]
             answered.set()
 
-    def _note(self, state: WorkerState, answer: WorkerAnswer | None, *, first: bool) -> None:
+    def _note(self, state: WorkerState, answer: WholeAnswer | None, *, first: bool) -> None:
         models = read_models(answer.body) if answer and answer.status == 200 else None
         if models is None:
             if first:
@@ -171,7 +171,7 @@ class Models:
             logger.info("%s: serves %d models", state.worker.url, len(models))
             self._on_change()
 
-    async def _call(self, state: WorkerState) -> WorkerAnswer | None:
+    async def _call(self, state: WorkerState) -> WholeAnswer | None:
         calls, url = self._calls, state.worker.url
         if state.worker.is_local:
             if self.local_app is None:

@@ -20,7 +20,7 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 logger = logging.getLogger("asgi_router")
 
 
-class WorkerAnswer(NamedTuple):
+class WholeAnswer(NamedTuple):
     """What a worker has answered, whole."""
 
     status: int
@@ -46,7 +46,7 @@ class WorkerCalls:
 
     async def call(
         self, method: str, url: str, *, timeout: float, json: object = None, headers: Mapping[str, str] | None = None
-    ) -> WorkerAnswer | None:
+    ) -> WholeAnswer | None:
         """Return the answer, or None where there is none within `timeout` seconds, or one of over 4 MiB."""
         with anyio.move_on_after(timeout):
             try:
@@ -57,7 +57,7 @@ class WorkerCalls:
 
     async def _call(
         self, method: str, url: str, timeout: float, json: object, headers: Mapping[str, str]
-    ) -> WorkerAnswer | None:
+    ) -> WholeAnswer | None:
         timeouts = {"connect": timeout, "read": timeout, "write": timeout, "pool": None}
         headers = {**self._headers, **headers}
         request = httpx.Request(method, url, headers=headers, json=json, extensions={"timeout": timeouts})
@@ -70,4 +70,4 @@ class WorkerCalls:
                     return None
         finally:
             await answer.aclose()
-        return WorkerAnswer(answer.status, bytes(body))
+        return WholeAnswer(answer.status, bytes(body))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asgi_router.abort import MAX_BODY_BYTES, MAX_IDS, AbortRequest, read_abort, read_report
 from asgi_router.errors import InvalidRequest
-from asgi_router.upstream.calls import WorkerAnswer
+from asgi_router.upstream.calls import WholeAnswer
 from tests.abort.calls import ABORT_PATH, ask, engine, told
 from tests.instruments.asgi_client import DISCONNECT, Exchange
 from tests.routed import Routed, answer, error_of
@@ -133,7 +133,7 @@ def test_any_body_is_refused_or_asks_for_something(body: bytes) -> None:
 )
 def test_any_answer_of_a_worker_is_a_report(status: int, body: bytes) -> None:
     """Whatever a worker answers becomes a report whose ids are ids and whose counts are integers."""
-    report = read_report(WorkerAnswer(status, body))
+    report = read_report(WholeAnswer(status, body))
     assert report.status == status
     assert (report.result in ("ok", "accepted")) == (200 <= status < 300)
     assert (report.result == "unsupported") == (status in (404, 405))
