@@ -66,10 +66,14 @@ def lowest(
 class PrefillCost:
     """The default: the work in front of this prompt plus its own prefill, times how busy the batch is.
 
-    `(Q + miss_weight * U) * (n + batch_offset)`, lowest wins: Q is the worker's queue in uncached tokens, U
+    `(Q + miss_weight * (U + L)) * (n + batch_offset)`, lowest wins: Q is the worker's queue in uncached tokens, U
     this prompt's uncached tokens there (at least 1), n its requests in flight. LMetric's product (OSDI '26)
     with two softenings: a miss counts double, since it also evicts what others could reuse, and one request
     more on an almost idle worker doesn't outweigh a warm cache.
+
+    L is what others would lose: the tokens of the slot that the prompt would take, where the worker has slots, weighted
+    by how fresh they are; else 0. Without it a conversation that begins takes the slot of a sibling, for the sake of
+    their system prompt, while others are free (measured: benchmarks/README.md, "Real engines").
     """
 
     def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
@@ -78,14 +82,11 @@ class PrefillCost:
         self._rng = rng
 
     def choose(self, workers: Sequence[WorkerState], prompt: Prompt) -> WorkerState:
-        miss_weight, batch_offset, uncached_tokens = (
-            self._miss_weight,
-            self._batch_offset,
-            prompt.uncached_tokens,
-        )
+        miss_weight, batch_offset = self._miss_weight, self._batch_offset
+        uncached_tokens, lost_tokens = prompt.uncached_tokens, prompt.lost_tokens
 
         def score(worker: WorkerState) -> tuple[float, ...]:
-            work = worker.pending_prefill_tokens + miss_weight * uncached_tokens(worker)
+            work = worker.pending_prefill_tokens + miss_weight * (uncached_tokens(worker) + lost_tokens(worker))
             return work * (worker.requests + batch_offset), worker.requests
 
         return lowest(workers, score, self._rng, prompt)
