@@ -49,8 +49,8 @@ class Worker:
     device_ids: tuple[str, ...] = ()
     tp_size: int | None = None
     slots: int | None = None
-    """How many prompts its cache holds, where it holds whole ones, as llama.cpp does: one for each of its `-np`, if it
-    keeps no others in host memory (`--cache-ram 0`). None: its cache is paged, and shared by prompts that begin alike."""
+    """How many prompts its cache holds, where each is held for itself: llama.cpp's `-np`, if it keeps no others in host
+    memory (`--cache-ram 0`). None: prompts that begin alike share what they have in common."""
 
     @property
     def is_local(self) -> bool:

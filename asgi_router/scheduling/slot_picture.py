@@ -8,6 +8,9 @@ Two prompts that begin alike share nothing: each slot holds the common part for 
 2. What the slot held behind the common prefix is gone.
 3. A prompt that finds all slots busy waits. When a slot becomes idle, the prompt that came first gets one, by rule 1.
 
+So it is in an engine that keeps no other prompts in host memory. By default llama.cpp does (`--cache-ram`), and doesn't
+say so: how many slots there are is the operator's word, in `Worker.slots`, and isn't discovered.
+
 A request that fails before its prompt was prefilled changes nothing: the slot holds what it held before. That is so in
 the engine if the request never reached it, or was refused there. If its client left while the engine was at it, the
 slot has lost more than the picture knows, until its next request.
@@ -70,9 +73,8 @@ class SlotPicture:
 
     def __repr__(self) -> str:
         busy = sum(slot.running is not None for slot in self._slots)
-        return (
-            f"<SlotPicture {len(self)} blocks in {len(self._slots)} slots, {busy} busy, {len(self._waiting)} waiting>"
-        )
+        slots = f"{len(self._slots)} slots, {busy} busy, {len(self._waiting)} waiting"
+        return f"<SlotPicture {len(self)} blocks in {slots}>"
 
     def __len__(self) -> int:
         return sum(len(slot.blocks) for slot in self._slots)
