@@ -26,6 +26,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import exp
 from typing import TYPE_CHECKING
+from weakref import ref
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,11 +35,45 @@ SIMILARITY = 0.1
 """Share of a prompt from which a common prefix decides for a slot: llama.cpp's default (`--slot-prompt-similarity`)."""
 
 PATIENCE = 2
-"""Requests for each slot of a worker after which what an unused slot holds is missed by a factor of e less.
+"""Requests for each slot of the fleet after which what an unused slot holds is missed by a factor of e less.
 
-By then its conversation has probably moved or ended. It matters little: from 1 to 8 the share of tokens that is found
-changes by 1.5 points at the most, in a simulation of the loads of `benchmarks/engines.py`.
+By then its conversation has probably moved or ended. It matters little: from 1 to 4 the share of tokens that is found
+changes by 1.4 points at the most, in a simulation of the loads of `benchmarks/engines.py`.
 """
+
+
+class SlotClock:
+    """The time by which the slots of a fleet age: requests that its slots have served, for each slot that it has.
+
+    A worker's own requests would not do: if it is avoided for what its slots hold, it has none, and they stay young.
+
+    Attributes:
+        served: requests so far, on all workers.
+    """
+
+    def __init__(self) -> None:
+        self.served = 0
+        # Weak, for workers leave; never changed, only replaced, for one may join in another thread.
+        self._pictures: tuple[ref[SlotPicture], ...] = ()
+        self._patience = PATIENCE
+
+    def join(self, picture: SlotPicture) -> None:
+        """Count the slots of a worker, as long as there is its picture."""
+        self._pictures = (*(known for known in self._pictures if known() is not None), ref(picture))
+        self._count()
+
+    def tick(self) -> int:
+        """Count a request that has been served, and return its number, from 1 on."""
+        self._count()
+        self.served += 1
+        return self.served
+
+    def freshness(self, served: int) -> float:
+        """Return how much is missed what a slot holds whose last request has this number: from 1 down to 0."""
+        return exp((served - self.served) / self._patience)
+
+    def _count(self) -> None:
+        self._patience = PATIENCE * sum(picture.slots for known in self._pictures if (picture := known()) is not None)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +83,7 @@ class _Slot:
     running: tuple[int, ...] | None = None
     """Blocks of the request that is in flight here."""
     ended: int = 0
-    """The number of the last request that ended here; 0: none has."""
+    """The number of the last request that was served here; 0: none was."""
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -61,15 +96,17 @@ class SlotPicture:
     Args:
         slots: how many there are, at least 1.
         capacity: how many blocks they may hold together; each an equal part of it.
+        clock: by which they age, one for all workers of a fleet; None: this worker is the fleet.
     """
 
-    __slots__ = ("_ended", "_limit", "_slots", "_waiting")
+    __slots__ = ("__weakref__", "_clock", "_limit", "_slots", "_waiting")
 
-    def __init__(self, slots: int, capacity: int) -> None:
+    def __init__(self, slots: int, capacity: int, clock: SlotClock | None = None) -> None:
         self._slots = [_Slot() for _ in range(slots)]
         self._limit = capacity // slots
         self._waiting: list[tuple[int, ...]] = []  # for a slot, in the order in which they came
-        self._ended = 0
+        self._clock = clock or SlotClock()
+        self._clock.join(self)
 
     def __repr__(self) -> str:
         busy = sum(slot.running is not None for slot in self._slots)
@@ -78,6 +115,11 @@ class SlotPicture:
 
     def __len__(self) -> int:
         return sum(len(slot.blocks) for slot in self._slots)
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return len(self._slots)
 
     @property
     def pinned(self) -> int:
@@ -99,8 +141,7 @@ class SlotPicture:
     def lost(self, blocks: Sequence[int]) -> float:
         """Return how many blocks the slot that the prompt would get holds of others, weighted by how fresh they are."""
         slot, common = self._choose(blocks)
-        age = self._ended - slot.ended
-        return (len(slot.blocks) - common) * exp(-age / (PATIENCE * len(self._slots)))
+        return (len(slot.blocks) - common) * self._clock.freshness(slot.ended)
 
     def confirmed(self, block: int) -> bool:
         """Tell whether an idle slot holds the block."""
@@ -140,8 +181,7 @@ class SlotPicture:
 
         slot.running = None
         if prefilled:
-            self._ended += 1
-            slot.kept, slot.ended = blocks, self._ended
+            slot.kept, slot.ended = blocks, self._clock.tick()
         if self._waiting:
             blocks = self._waiting.pop(0)
             self._choose(blocks)[0].running = blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from asgi_router import Router, RouterSettings, Worker
 from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.policies import PolicyOptions, PrefillCost
-from asgi_router.scheduling.slot_picture import SlotPicture
+from asgi_router.scheduling.slot_picture import SlotClock, SlotPicture
 from tests.scheduling.builders import BLOCK_TOKENS, counters, prompt, warm, worker
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 PREFILL_COST = PrefillCost(PolicyOptions(), random.Random(1))
 
 
-def slotted(name: str = "a", slots: int = 2, capacity: int = 1_000) -> WorkerState:
+def slotted(name: str = "a", slots: int = 2, capacity: int = 1_000, *, clock: SlotClock | None = None) -> WorkerState:
     """Return a worker with so many empty slots."""
     state = worker(name)
-    state.prefixes = SlotPicture(slots, capacity)
+    state.prefixes = SlotPicture(slots, capacity, clock)
     return state
 
 
@@ -199,7 +200,7 @@ def test_losses_are_what_the_slot_would_lose() -> None:
 
 
 def test_losses_fade() -> None:
-    """A slot that others have passed by is missed less with each request that ends on its worker."""
+    """A slot that others have passed by is missed less with each request that is served."""
     state = slotted()
     warm(state, "SSAAAA")
     losses = []
@@ -208,6 +209,20 @@ def test_losses_fade() -> None:
         losses.append(prompt("SSCC").lost_tokens(state))
     assert losses == sorted(losses, reverse=True)
     assert losses[3] == pytest.approx(4 * BLOCK_TOKENS / 2.71828, rel=1e-4)  # two requests for each slot
+
+
+def test_slots_age_with_the_fleet() -> None:
+    """A slot is missed less also while others are chosen; the more slots a fleet has, the slower."""
+    clock = SlotClock()
+    avoided, busy = slotted("a", clock=clock), slotted("b", slots=6, clock=clock)
+    warm(avoided, "SSAAAA")
+    for turn in range(1, 17):
+        warm(busy, "B" * turn)
+    assert prompt("SSCC").lost_tokens(avoided) == pytest.approx(4 * BLOCK_TOKENS / 2.71828, rel=1e-4)
+    del busy
+    gc.collect()
+    warm(avoided, "DD")
+    assert prompt("SSCC").lost_tokens(avoided) == pytest.approx(4 * BLOCK_TOKENS * 2.71828 ** (-17 / 4), rel=1e-4)
 
 
 def test_prefill_cost_spares_the_slot_of_a_living_sibling() -> None:
@@ -220,11 +235,11 @@ def test_prefill_cost_spares_the_slot_of_a_living_sibling() -> None:
 
 
 def test_prefill_cost_takes_the_slot_of_a_sibling_that_is_gone() -> None:
-    """Once others have had many turns there, the shared prefix is worth more than what the slot holds."""
-    workers = [slotted(name) for name in "ab"]
+    """Once others have had many turns, if only elsewhere, the shared prefix is worth more than what the slot holds."""
+    clock = SlotClock()
+    workers = [slotted(name, clock=clock) for name in "ab"]
     warm(workers[0], "SSAA")
-    for turn in range(1, 17):
-        warm(workers[0], "B" * turn)
+    for turn in range(1, 33):
         warm(workers[1], "C" * turn)
     assert PREFILL_COST.choose(workers, prompt("SSDD")) is workers[0]
 
