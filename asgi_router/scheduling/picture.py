@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class Picture(Protocol):
     """What one worker probably holds: the blocks of prompts, by hashes chained over all that precedes a block.
 
-    `pin` and `unpin` frame a request. All the rest changes nothing but `learn` and `clear`.
+    `pin` and `unpin` frame a request. Beside them only `learn` and `clear` change anything.
     """
 
     def __len__(self) -> int:

@@ -171,7 +171,7 @@ class SlotPicture:
     def unpin(self, blocks: Sequence[int], *, prefilled: bool) -> None:
         """End a request that `pin` recorded with exactly these blocks, and give its slot to the first that waits.
 
-        Of several with the same blocks one is as good as another.
+        Of several with the same blocks one is as good as another. One that still waits leaves nothing behind.
         """
         blocks = tuple(blocks)
         slot = next((slot for slot in self._slots if slot.running == blocks), None)
