@@ -66,6 +66,14 @@ MUTANTS = [
         SLOTS,
     ),
     Mutant(
+        "avoided-for-ever",
+        "a worker that is avoided for what its slots hold keeps them young by being avoided",
+        "parts.py",
+        "most_blocks(settings), slot_clock)",
+        "most_blocks(settings), SlotClock())",
+        SLOTS,
+    ),
+    Mutant(
         "busy-slots-taken",
         "a prompt is believed to get a slot that another one is computed in, while others are idle",
         "scheduling/slot_picture.py",

@@ -260,6 +260,15 @@ def test_a_router_pictures_each_worker_by_its_slots() -> None:
     assert (type(paged).__name__, paged.capacity) == ("PrefixIndex", 100)
 
 
+def test_the_workers_of_a_router_age_together() -> None:
+    """What one worker serves makes the slots of the others older."""
+    avoided, busy = Router(RouterSettings(workers=[Worker(url=url, slots=2) for url in "ab"])).workers
+    warm(avoided, "SSAAAA")
+    before = prompt("SSCC").lost_tokens(avoided)
+    warm(busy, "BB")
+    assert 0 < prompt("SSCC").lost_tokens(avoided) < before
+
+
 # The plain model: an engine with its slots in the order in which they were used last, and a line of prompts before it.
 
 Blocks = tuple[int, ...]
