@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ADAPTATION = ["tests/scheduling/test_adaptation.py", "tests/test_learning.py"]
-SLOTS = ["tests/scheduling/test_slot_picture.py"]
+SLOTS = ["tests/scheduling/test_slot_picture.py", "tests/scheduling/test_slot_model.py"]
 REPLAY = ["tests/replay/test_simulate.py", "tests/replay/test_worker_model.py", "tests/replay/test_oracle.py"]
 
 MUTANTS = [
