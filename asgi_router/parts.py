@@ -20,6 +20,7 @@ from asgi_router.scheduling.policies import POLICIES, REMOTE_POLICIES, PolicyOpt
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.scheduler import Scheduler
 from asgi_router.scheduling.sessions import Sessions
+from asgi_router.scheduling.slot_picture import SlotClock, SlotPicture
 from asgi_router.scheduling.state import WorkerState
 from asgi_router.settings import SettingsError
 from asgi_router.upstream.upstream import Upstream
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import httpx
 
     from asgi_router.fleet.registry import Registry
+    from asgi_router.scheduling.picture import Picture
     from asgi_router.scheduling.policies import Policy
     from asgi_router.scheduling.token_scales import TokenScales
     from asgi_router.settings import RouterSettings
@@ -56,11 +58,17 @@ def new_state(settings: RouterSettings, clock: Callable[[], float]) -> Callable[
     """Return what makes the state of a worker that joins."""
 
     most = most_blocks(settings) if settings.prefix_adapt else None
+    slot_clock = SlotClock()
+
+    def picture(worker: Worker) -> Picture:
+        if worker.slots is not None:
+            return SlotPicture(worker.slots, most_blocks(settings), slot_clock)
+        return PrefixIndex(prefix_capacity(settings), settings.prefix_ttl, clock, most)
 
     def make(worker: Worker) -> WorkerState:
         return WorkerState(
             worker,
-            PrefixIndex(prefix_capacity(settings), settings.prefix_ttl, clock, most),
+            picture(worker),
             Breaker(settings.breaker_failures, settings.breaker_cooldown, clock),
             known_as=settings.local_url or "" if worker.is_local else "",
         )

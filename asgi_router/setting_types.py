@@ -13,7 +13,7 @@ from pydantic_settings import NoDecode
 
 from asgi_router.addresses import read_rule
 from asgi_router.worker import Worker, normalise_url
-from asgi_router.worker_fields import read_names, read_number, read_role
+from asgi_router.worker_fields import read_names, read_number, read_role, read_slots
 
 POLICIES = (
     "cache_aware",
@@ -147,6 +147,7 @@ _WORKER_KEYS: dict[str, Callable[[object], object]] = {
     "rdma_ports": read_names,
     "device_ids": read_names,
     "tp_size": read_number,
+    "slots": read_slots,
 }
 
 

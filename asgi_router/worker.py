@@ -16,6 +16,9 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
+MAX_SLOTS = 256
+"""What a worker may have: as many sequences as llama.cpp allows (`LLAMA_MAX_SEQ`)."""
+
 LOCAL = "local"
 """What stands for the wrapped app where other workers have a URL. (A host of that name is `http://local`.)"""
 
@@ -29,7 +32,7 @@ class Worker:
     disaggregated mode needs them.
 
     Raises:
-        ValueError: the URL is not a plain http(s) origin, with or without a base path.
+        ValueError: the URL is not a plain http(s) origin, with or without a base path; `models` or `slots` is wrong.
     """
 
     url: str
@@ -45,6 +48,9 @@ class Worker:
     rdma_ports: tuple[str, ...] = ()
     device_ids: tuple[str, ...] = ()
     tp_size: int | None = None
+    slots: int | None = None
+    """How many prompts its cache holds, where each is held for itself: llama.cpp's `-np`, if it keeps no others in host
+    memory (`--cache-ram 0`). None: prompts that begin alike share what they have in common."""
 
     @property
     def is_local(self) -> bool:
@@ -57,6 +63,8 @@ class Worker:
         models: object = self.models
         if isinstance(models, str):  # a text would be searched for a model's name
             raise ValueError("models must be a tuple of names, not one name")
+        if self.slots is not None and not 1 <= self.slots <= MAX_SLOTS:
+            raise ValueError(f"slots must be from 1 to {MAX_SLOTS}, or None")
 
 
 _URL = re.compile(

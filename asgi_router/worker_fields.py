@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from asgi_router.worker import Role
+from asgi_router.worker import MAX_SLOTS, Role
 
 
 def read_role(value: object) -> Role:
@@ -29,6 +29,18 @@ def read_number(value: object) -> int | None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
         raise ValueError("must be a whole number from 1 to 65535, or 0 where there is none")
     return value or None
+
+
+def read_slots(value: object) -> int | None:
+    """Read how many slots a worker's cache has; null, 0 or "" where it is paged."""
+    wrong = ValueError(f"must be a whole number from 1 to {MAX_SLOTS}, or 0 where there are none")
+    try:
+        slots = read_number(value)
+    except ValueError:
+        raise wrong from None
+    if slots is not None and slots > MAX_SLOTS:
+        raise wrong
+    return slots
 
 
 def read_names(value: object) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from asgi_router import RouterSettings
+from asgi_router import RouterSettings, Worker
 from benchmarks.conversations import Load, schedule
 from benchmarks.engine_fleet import SLOTS, TOKENS_PER_SLOT, WORKERS, foreign_router, own_router, workers
 from example_app.worker_processes import WorkerFailed
@@ -38,6 +38,7 @@ ATTEMPTS = 3
 PATH = "/v1/chat/completions"
 
 POLICIES = (
+    "prefill_cost slots",
     "prefill_cost",
     f"prefill_cost prefix_capacity_tokens={SLOTS * TOKENS_PER_SLOT}",
     "cache_aware",
@@ -207,7 +208,8 @@ def run_policy(text: str, load: Load, *, seed: int = 0, count: int = WORKERS) ->
     """Hold the conversations with fresh workers behind our router.
 
     Args:
-        text: a policy; then, apart by spaces, settings (`name=value`), and `sessions` if conversations are to be named.
+        text: a policy; then, apart by spaces, settings (`name=value`), `sessions` if conversations are to be named, and
+            `slots` if the router is to be told how many each worker has.
         load: what is asked.
         seed: of the load.
         count: how many workers.
@@ -215,11 +217,12 @@ def run_policy(text: str, load: Load, *, seed: int = 0, count: int = WORKERS) ->
     policy, *more = text.split()
     values: dict[str, object] = {}
     for word in more:
-        if word != "sessions":
+        if word not in ("sessions", "slots"):
             name, _, value = word.partition("=")
             values[name] = value
     with workers(count) as urls:
-        settings = RouterSettings(workers=",".join(urls), policy=policy, decision_headers=True, **values)
+        fleet = [Worker(url=url, slots=SLOTS if "slots" in more else None) for url in urls]
+        settings = RouterSettings(workers=fleet, policy=policy, decision_headers=True, **values)
         with own_router(settings) as url:
             return asyncio.run(hold(load, url, sessions="sessions" in more, seed=seed))
 
@@ -292,7 +295,7 @@ def print_tables(told: Sequence[Figures]) -> None:
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=__doc__)
-    parser.add_argument("--policy", action="append", help="a policy, settings, `sessions`; again for more of them")
+    parser.add_argument("--policy", action="append", help="a policy, settings, `sessions`, `slots`; again for more")
     parser.add_argument(
         "--router",
         action="append",

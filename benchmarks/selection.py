@@ -31,6 +31,8 @@ from asgi_router.scheduling.state import WorkerState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from asgi_router.scheduling.picture import Picture
+
     Blocks = tuple[int, ...]
 
 PATH = "/v1/chat/completions"
@@ -96,7 +98,7 @@ def blocks_of(body: bytes) -> Blocks:
     return block_hashes(extract(body, PATH).prefix_key, BLOCK_BYTES, (MODEL,))
 
 
-def record(index: PrefixIndex, blocks: Blocks) -> None:
+def record(index: Picture, blocks: Blocks) -> None:
     """Let a request with these blocks come and succeed."""
     index.unpin(blocks[: index.pin(blocks)], prefilled=True)
 

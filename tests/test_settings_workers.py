@@ -51,6 +51,7 @@ def test_worker_object_takes_every_registration_field() -> None:
         "rdma_ports": [9001, "9002"],
         "device_ids": ["0", 1],
         "tp_size": 2,
+        "slots": "4",
     }
     expected = Worker(
         url="http://10.0.0.1:8000",
@@ -63,12 +64,13 @@ def test_worker_object_takes_every_registration_field() -> None:
         rdma_ports=("9001", "9002"),
         device_ids=("0", "1"),
         tp_size=2,
+        slots=4,
     )
     assert from_environment(workers=json.dumps([item])).workers == (expected,)
     assert RouterSettings(workers=[item]).workers == (expected,)
 
 
-@pytest.mark.parametrize("key", ["connector_port", "engine_worker_queue_port", "metrics_port", "tp_size"])
+@pytest.mark.parametrize("key", ["connector_port", "engine_worker_queue_port", "metrics_port", "tp_size", "slots"])
 @pytest.mark.parametrize("value", [0, "0", "", " ", None])
 def test_zero_and_empty_ports_are_unset(key: str, value: object) -> None:
     """A port that an engine registers as 0, "0" or empty is one it doesn't have (F-86)."""
@@ -144,6 +146,10 @@ def test_role_is_not_held_against_a_wrong_mode() -> None:
         ({"url": "a", "metrics_port": True}, "metrics_port must be"),
         ({"url": "a", "metrics_port": 8000.0}, "metrics_port must be"),
         ({"url": "a", "tp_size": "two"}, "tp_size must be"),
+        ({"url": "a", "slots": "two"}, "slots must be a whole number from 1 to 256"),
+        ({"url": "a", "slots": 257}, "slots must be a whole number from 1 to 256"),
+        ({"url": "a", "slots": -1}, "slots must be a whole number from 1 to 256"),
+        ({"url": "a", "slots": True}, "slots must be a whole number from 1 to 256"),
         ({"url": "a", "models": "llama"}, "models must be a list"),
         ({"url": "a", "models": [""]}, "models must be a list"),
         ({"url": "a", "device_ids": [True]}, "device_ids must be a list"),

@@ -132,6 +132,7 @@ def test_only_the_url_is_needed() -> None:
         "rdma_ports": (),
         "device_ids": (),
         "tp_size": None,
+        "slots": None,
     }
 
 
@@ -153,6 +154,14 @@ def test_one_model_name_is_no_list_of_models() -> None:
     """A text would be searched for the model's name as a part of it."""
     with pytest.raises(ValueError, match="models"):
         Worker(url="a", models="gpt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slots", [0, -1, 257])
+def test_slots_are_as_many_as_an_engine_can_have(slots: int) -> None:
+    """A worker has from 1 to 256 of them, or none that are known."""
+    assert [Worker(url="a", slots=right).slots for right in (1, 256, None)] == [1, 256, None]
+    with pytest.raises(ValueError, match="slots must be from 1 to 256"):
+        Worker(url="a", slots=slots)
 
 
 def test_workers_are_values() -> None:

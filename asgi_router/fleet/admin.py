@@ -144,7 +144,7 @@ class _Admin:
             logger.warning("%s: registration refused: no answer to a health probe", worker.url)
             return _answer(503, f"{worker.url} service is not healthy")
 
-        self._router.workers.add(self._with_known_models(worker))
+        self._router.workers.add(self._with_what_was_known(worker))
         logger.info("%s: registered as %s", worker.url, worker.role)
         return _answer(200, "Register success")
 
@@ -209,10 +209,13 @@ class _Admin:
         logger.info("%s: removed", state.worker.url)
         return _answer(200, "Remove success", requests=state.requests)
 
-    def _with_known_models(self, worker: Worker) -> Worker:
-        # Engines don't tell their models when they register again: the list that an operator gave stays.
-        known = [state.worker.models for state in self._router.workers if state.worker.url == worker.url]
-        return replace(worker, models=known[0]) if known and not worker.models else worker
+    def _with_what_was_known(self, worker: Worker) -> Worker:
+        # Engines don't tell these when they register again: what an operator gave stays.
+        for state in self._router.workers:
+            known = state.worker
+            if known.url == worker.url:
+                return replace(worker, models=worker.models or known.models, slots=worker.slots or known.slots)
+        return worker
 
     def _of(self, role: Role) -> list[Worker]:
         return [state.worker for state in self._router.workers if state.worker.role is role]

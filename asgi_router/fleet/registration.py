@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from asgi_router.worker import Role, Worker
-from asgi_router.worker_fields import read_names, read_number, read_role
+from asgi_router.worker_fields import read_names, read_number, read_role, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ def read_registration(body: bytes, *, mode: str) -> Worker:
 
 
 def read_worker(payload: object, *, mode: str) -> Worker:
-    """Read what a FastDeploy engine registers with, and `models`, the names that it serves (none: every model).
+    """Read what a FastDeploy engine registers with, and what an operator may add: `models` and `slots`.
 
     Args:
         payload: an object; fields that are not known are ignored.
@@ -67,6 +67,7 @@ def read_worker(payload: object, *, mode: str) -> Worker:
         "device_ids": _device_ids,
         "tp_size": read_number,
         "models": read_names,
+        "slots": read_slots,
     }
     fields: dict[str, Any] = {}
     for name, read in readers.items():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from asgi_router.scheduling.picture import Picture
     from asgi_router.scheduling.prompt import Prompt
     from asgi_router.scheduling.state import WorkerState
 
@@ -39,6 +40,7 @@ class Lease:
         "_length",
         "_number",
         "_on_release",
+        "_picture",
         "_prefilled",
         "_released",
         "_waiting",
@@ -59,6 +61,7 @@ class Lease:
         candidates: int = 1,
     ) -> None:
         self.state = state
+        self._picture: Picture = state.prefixes  # the worker may get another one before the release
         self.reason = reason
         self.candidates = candidates
         self._on_release = on_release
@@ -66,9 +69,9 @@ class Lease:
         self._length = prompt.tokens / prompt.block_tokens  # in blocks
         self._cached = prompt.cached_blocks(state)
         self._evicted = prompt.evicted_blocks(state, self._cached)
-        self._certain = not self._cached or state.prefixes.confirmed(prompt.blocks[self._cached - 1])
+        self._certain = not self._cached or self._picture.confirmed(prompt.blocks[self._cached - 1])
         self.uncached_tokens = max(1, prompt.tokens - int(self._cached * prompt.block_tokens))
-        self._blocks = prompt.blocks[: state.prefixes.pin(prompt.blocks)]
+        self._blocks = prompt.blocks[: self._picture.pin(prompt.blocks)]
         self._waiting = True
         self._prefilled = False
         self._released = False
@@ -106,14 +109,14 @@ class Lease:
         self.state.breaker.leave(self._number)
         self.state.requests -= 1
         self.state.prefill_tokens -= self.prefill_tokens
-        self.state.prefixes.unpin(self._blocks, prefilled=self._prefilled)
+        self._picture.unpin(self._blocks, prefilled=self._prefilled)
         if self._on_release is not None:
             self._on_release()
 
     def found(self, share: float) -> None:
         """Note how much of the prompt the worker says that it had cached, from 0 to 1."""
         if self._certain:  # else it was chosen for what another request was about to prefill there
-            self.state.prefixes.learn(self._cached, self._evicted, share * self._length)
+            self._picture.learn(self._cached, self._evicted, share * self._length)
 
     def succeeded(self) -> bool:
         """Note for the worker's circuit breaker a whole answer; return whether that has closed it."""

@@ -67,10 +67,14 @@ def lowest(
 class PrefillCost:
     """The default: the work in front of this prompt plus its own prefill, times how busy the batch is.
 
-    `(Q + miss_weight * U) * (n + batch_offset)`, lowest wins: Q is the worker's queue in uncached tokens, U
+    `(Q + miss_weight * (U + L)) * (n + batch_offset)`, lowest wins: Q is the worker's queue in uncached tokens, U
     this prompt's uncached tokens there (at least 1), n its requests in flight. LMetric's product (OSDI '26)
     with two softenings: a miss counts double, since it also evicts what others could reuse, and one request
     more on an almost idle worker doesn't outweigh a warm cache.
+
+    L is what others would lose: the tokens of the slot that the prompt would take, where the worker has slots, weighted
+    by how fresh they are; else 0. Without it a conversation that begins takes the slot of a sibling, for the sake of
+    their system prompt, while others are free (measured: benchmarks/README.md, "Real engines").
     """
 
     def __init__(self, options: PolicyOptions, rng: random.Random) -> None:
@@ -84,7 +88,8 @@ class PrefillCost:
         best_score = math.inf
         for worker in workers:  # as `lowest` does, without a call and a tuple for each: this is every request's way
             requests = worker.requests
-            work = worker.pending_prefill_tokens + miss_weight * prompt.uncached_tokens(worker)
+            prefill = prompt.uncached_tokens(worker) + (prompt.lost_tokens(worker) if worker.worker.slots else 0.0)
+            work = worker.pending_prefill_tokens + miss_weight * prefill
             score = work * (requests + batch_offset)
             if not best or score < best_score or (score == best_score and requests < best[0].requests):
                 best, best_score = [worker], score

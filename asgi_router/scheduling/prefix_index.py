@@ -129,6 +129,10 @@ class PrefixIndex:
         """Return how many of the first `limit` blocks are held, counted from the head without a gap."""
         return _reach(blocks, 0, limit, self._holds)
 
+    def lost(self, blocks: Sequence[int]) -> float:
+        """Return 0: what has to go for a prompt is what was used least recently, which nobody is about to miss."""
+        return 0.0
+
     def confirmed(self, block: int) -> bool:
         """Tell whether the worker has prefilled a block that is held, and is not just about to."""
         return self._blocks[block] < 0 or bool(self._blocks[block] & _CONFIRMED)

@@ -84,6 +84,10 @@ class Prompt:
         """Return how many of the prompt's blocks the worker probably holds, those of no use left out."""
         return state.prefixes.match(self.blocks, min(self._matchable, len(self.blocks)))
 
+    def lost_tokens(self, state: WorkerState) -> float:
+        """Return how many tokens of other prompts the worker would lose to this one, those little missed as less."""
+        return state.prefixes.lost(self.blocks) * self.block_tokens
+
     def evicted_blocks(self, state: WorkerState, cached: int) -> int:
         """Return how many blocks behind the `cached` ones had to go from our picture of the worker."""
         return state.prefixes.evicted(self.blocks, cached, min(self._matchable, len(self.blocks)))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from asgi_router.scheduling.breaker import Breaker
-    from asgi_router.scheduling.prefix_index import PrefixIndex
+    from asgi_router.scheduling.picture import Picture
     from asgi_router.scheduling.remote_load import Load, RemoteLoad
     from asgi_router.worker import Worker
 
@@ -28,7 +28,7 @@ class WorkerState:
     """
 
     worker: Worker
-    prefixes: PrefixIndex
+    prefixes: Picture
     breaker: Breaker
     requests: int = 0
     """Requests in flight."""

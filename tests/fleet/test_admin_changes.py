@@ -1,4 +1,4 @@
-"""Owns what the admin API changes beyond who is there: the breaker by hand, models that stay; and who may not ask."""
+"""Owns what the admin API changes beyond who is there: the breaker by hand, what stays; and who may not ask."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ async def test_breaker_calls_that_are_refused(query: str, status: int) -> None:
     assert routed.router.stats().workers[0].breaker is BreakerState.CLOSED
 
 
-async def test_models_survive_a_registration() -> None:
-    """An engine that registers again doesn't tell its models; those that its operator listed still hold."""
+async def test_models_and_slots_survive_a_registration() -> None:
+    """An engine that registers again tells neither; those that its operator gave still hold."""
     routed = administered()
-    routed.router.workers.add(Worker(url=OTHER, models=("m",)))
-    assert (await call(routed, "POST", "/register", PAYLOAD)).status == 200
-    assert routed.router.workers.get(OTHER).worker.models == ("m",)
-    assert (await call(routed, "POST", "/register", PAYLOAD | {"models": ["n"]})).status == 200
-    assert routed.router.workers.get(OTHER).worker.models == ("n",)
+    routed.router.workers.add(Worker(url=OTHER, models=("m",), slots=2))
+    for more, models, slots in (({}, ("m",), 2), ({"models": ["n"]}, ("n",), 2), ({"slots": 3}, ("n",), 3)):
+        assert (await call(routed, "POST", "/register", PAYLOAD | more)).status == 200
+        worker = routed.router.workers.get(OTHER).worker
+        assert (worker.models, worker.slots) == (models, slots)
 
 
 async def test_methods_are_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ADAPTATION = ["tests/scheduling/test_adaptation.py", "tests/test_learning.py"]
+SLOTS = ["tests/scheduling/test_slot_picture.py", "tests/scheduling/test_slot_model.py"]
 REPLAY = ["tests/replay/test_simulate.py", "tests/replay/test_worker_model.py", "tests/replay/test_oracle.py"]
 
 MUTANTS = [
@@ -55,6 +56,46 @@ MUTANTS = [
         "for block, state in self._blocks.items() if state > 0}",
         "for block, state in self._blocks.items() if state > 1 << 40}",
         ADAPTATION,
+    ),
+    Mutant(
+        "siblings-for-free",
+        "a conversation that begins destroys that of a sibling, where each slot holds one",
+        "scheduling/slot_picture.py",
+        "return (len(slot.blocks) - common) * self",
+        "return 0 * self",
+        SLOTS,
+    ),
+    Mutant(
+        "avoided-for-ever",
+        "a worker that is avoided for what its slots hold keeps them young by being avoided",
+        "parts.py",
+        "most_blocks(settings), slot_clock)",
+        "most_blocks(settings), SlotClock())",
+        SLOTS,
+    ),
+    Mutant(
+        "busy-slots-taken",
+        "a prompt is believed to get a slot that another one is computed in, while others are idle",
+        "scheduling/slot_picture.py",
+        "[slot for slot in self._slots if slot.running is None] or self._slots",
+        "self._slots",
+        SLOTS,
+    ),
+    Mutant(
+        "failures-fill-slots",
+        "a request that failed is believed to have filled its slot",
+        "scheduling/slot_picture.py",
+        "        if prefilled:\n            slot.kept",
+        "        if True:\n            slot.kept",
+        SLOTS,
+    ),
+    Mutant(
+        "released-on-the-new-picture",
+        "a request is given back to the picture that its worker got meanwhile",
+        "scheduling/lease.py",
+        "self._picture.unpin(",
+        "self.state.prefixes.unpin(",
+        SLOTS,
     ),
     Mutant(
         "restart-unnoticed",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from asgi_router.fleet.registry import Registry
@@ -22,13 +24,16 @@ from tests.scheduling.builders import (
     worker,
 )
 
+if TYPE_CHECKING:
+    from asgi_router.scheduling.picture import Picture
+
 
 def blocks(letters: str) -> tuple[int, ...]:
     """Return the hashes of a prompt with one block for each letter."""
     return prompt(letters).blocks
 
 
-def held(index: PrefixIndex, letters: str) -> int:
+def held(index: Picture, letters: str) -> int:
     """Return how many of the blocks match."""
     return index.match(blocks(letters), len(letters))
 

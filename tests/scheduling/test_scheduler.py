@@ -180,6 +180,7 @@ def test_the_scheduling_package_can_not_wait() -> None:
     allowed = {
         "asgi_router.errors",
         "asgi_router.prefix_key",
+        "bisect",
         "collections",
         "dataclasses",
         "enum",
