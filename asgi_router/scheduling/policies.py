@@ -88,7 +88,7 @@ class PrefillCost:
         best_score = math.inf
         for worker in workers:  # as `lowest` does, without a call and a tuple for each: this is every request's way
             requests = worker.requests
-            prefill = prompt.uncached_tokens(worker) + (prompt.lost_tokens(worker) if worker.worker.slots else 0.0)
+            prefill = prompt.uncached_tokens(worker) + prompt.lost_tokens(worker)
             work = worker.pending_prefill_tokens + miss_weight * prefill
             score = work * (requests + batch_offset)
             if not best or score < best_score or (score == best_score and requests < best[0].requests):
