@@ -179,7 +179,7 @@ def prefilled(dialect: Dialect, kind: Kind) -> Script:
 async def test_first_byte_timeout(dialect: Dialect, kind: Kind, prefill: str, decode: str, blamed: str) -> None:
     """FIRST_BYTE_TIMEOUT ends both legs, whichever hangs: 504, and the one that keeps the other waiting is blamed."""
     scripts = stuck(prefilled(dialect, kind), prefill), stuck(answer(kind), decode)
-    routed = RoutedApart(*scripts, pd_dialect=dialect, first_byte_timeout=0.1)
+    routed = RoutedApart(*scripts, pd_dialect=dialect, first_byte_timeout=0.25)
     if dialect == "vllm" and prefill:
         blamed = PREFILL  # its answer has to be whole
     exchange = await request(kind).run(routed.app)

@@ -82,7 +82,7 @@ async def test_an_app_that_is_busy_is_replaced_and_left_alone(status: int) -> No
         {**start(status), "headers": [(b"Retry-After", b"60")]},
         body(b"busy", more=False),
     ]
-    local = Local(Engine(*busy), OTHER, policy="request_num")
+    local = Local(Engine(*busy), OTHER, policy="round_robin")
     for _ in range(5):
         exchange = await Exchange(body=completion_body()).run(local.app)
         assert exchange.status == 200
