@@ -114,6 +114,11 @@ async def test_a_limit_that_is_put_off_is_not_reached() -> None:
                 limit.allow(0.2)
                 await anyio.sleep_forever()
             assert limit.passed
+            with TimeLimit(loop) as limit:
+                limit.allow(0.01)
+                limit.allow(0.05)  # later, and yet not for ever
+                await anyio.sleep_forever()
+            assert limit.passed
 
 
 @asyncio_only

@@ -138,10 +138,18 @@ MUTANTS = [
     Mutant(
         "no-retry-of-stale",
         "a keep-alive connection that the worker has just closed fails the request",
+        "upstream/http11/pool.py",
+        "if exc.answered or more is not None or self.closed or",
+        "if True or",
+        ["tests/wire/test_pool.py"],
+    ),
+    Mutant(
+        "no-retry-of-stale-httpx",
+        "the same, over stock httpx",
         "upstream/transport.py",
         "        return self._sent and not self._connected\n",
         "        return False\n",
-        ["tests/wire/test_pool.py"],
+        ["tests/test_transport.py"],
     ),
     Mutant(
         "served-in-the-servers-task",
