@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from typing import cast
 
@@ -34,7 +35,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Take what collecting has made out of the garbage collector's sight.
 
     Twelve thousand tests are a heap through which a full collection takes longer than the short graces below last.
+    Hypothesis, which pytest loads for the report of a failure at the latest, looks for referrers as it is loaded.
     """
+    importlib.import_module("hypothesis")
     gc.collect()
     gc.freeze()
 

@@ -183,6 +183,7 @@ BROKEN: list[str | bytes] = [
     '{"a":' * 100_000,
     mooncake(timestamp="soon"),
     mooncake(timestamp=None),
+    '{"timestamp": 0, "input_length": 1600, "output_length": 1, "hash_ids": [7, 8, 7]}',
     '{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}',
     '{"timestamp": Infinity, "input_length": 1, "output_length": 1, "hash_ids": []}',
     '{"timestamp": 1e999, "input_length": 1, "output_length": 1, "hash_ids": []}',
