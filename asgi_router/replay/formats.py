@@ -87,8 +87,6 @@ def _mooncake(fields: dict[str, object]) -> Line:
         raise BadLine("hash_ids must be a list of whole numbers")
     # The last part of a block has an id, too; engines share whole blocks only.
     blocks = tuple(ids[: tokens // MOONCAKE_BLOCK])
-    if len(set(blocks)) < len(blocks):  # an id stands for all that precedes it, too
-        raise BadLine("hash_ids names a block twice")
     output = _tokens(fields.get("output_length"), "output_length")
     return Line(milliseconds / 1e3, tokens, output, blocks, MOONCAKE_BLOCK)
 
