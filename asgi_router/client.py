@@ -12,7 +12,7 @@ from asgi_router.errors import AnswerCut, BodyTooLarge, RouterError
 from asgi_router.headers import is_event_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from starlette.types import Message, Receive, Scope, Send
 
@@ -69,19 +69,17 @@ class Client:
             BodyTooLarge: it is larger than `limit` bytes, by its own announcement or by count.
             ClientGone: the client left before its end.
         """
-        too_large = BodyTooLarge(f"The request body is larger than {limit} bytes.")
         for name, value in self.scope.get("headers", ()):
             if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
-                raise too_large
+                raise _too_large(limit)
 
         message = await self._next_of_body()
         first: bytes = message.get("body", b"")
-        if not message.get("more_body", False):
-            if len(first) > limit:
-                raise too_large
+        size = len(first)
+        if size <= limit and not message.get("more_body", False):
             return first
 
-        parts, size = [first], len(first)
+        parts = [first]
         while size <= limit and message.get("more_body", False):
             message = await self._next_of_body()
             part = message.get("body", b"")
@@ -90,7 +88,7 @@ class Client:
             if len(parts) > _MAX_PARTS:
                 parts = [b"".join(parts)]
         if size > limit:
-            raise too_large
+            raise _too_large(limit)
 
         return b"".join(parts)
 
@@ -123,22 +121,24 @@ class Client:
             self.finished = self.finished or last
         await self._deliver(message)
 
-    async def start(self, status: int, headers: RawHeaders, *, events: bool = False) -> None:
+    # These three are no coroutine functions, for one coroutine is enough: each is awaited at once.
+
+    def start(self, status: int, headers: RawHeaders, *, events: bool = False) -> Awaitable[None]:
         """Send the status and the headers, whose names are in lower case; `events` if they announce such."""
         self._begin(status, headers, events)
-        await self._deliver({"type": "http.response.start", "status": status, "headers": headers})
+        return self._deliver({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes) -> Awaitable[None]:
         """Send a part of the body."""
         self._last.append(chunk)
-        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": True})
+        return self._deliver({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def end(self, chunk: bytes = b"") -> None:
+    def end(self, chunk: bytes = b"") -> Awaitable[None]:
         """Send the last part of the body."""
         # Servers report a disconnect as soon as the answer is complete, and may do so inside this send.
         self.finished = True
         self._last.append(chunk)
-        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
+        return self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def fail(self, error: RouterError, own_headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """Send an OpenAI-shaped error as the whole answer, with these headers."""
@@ -175,3 +175,7 @@ class Client:
             self._sending = False
         except OSError as exc:  # what ASGI 2.4 asks of a server whose client has gone
             raise ClientGone from exc
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"The request body is larger than {limit} bytes.")

@@ -87,6 +87,7 @@ class Dispatcher:
 
     def __init__(self, settings: RouterSettings, mode: Mode) -> None:
         self._settings = settings
+        self._session_header = settings.session_header.encode() if settings.session_header else None
         self._mode = mode
 
     async def answer_or_fail(self, exchange: Exchange, path: str) -> None:
@@ -136,33 +137,29 @@ class Dispatcher:
             exchange.body = await client.read_body(self._settings.max_body_bytes)
             exchange.check()
             began = exchange.times.clock()
-            exchange.request = extract(
-                exchange.body, path, exchange.headers.get(b"content-encoding", b"").decode("latin-1")
-            )
-            if self._settings.session_header and not exchange.request.session_id:
-                session = exchange.headers.get(self._settings.session_header.encode(), b"").decode("latin-1")
+            encoding = exchange.headers.get(b"content-encoding", b"").decode("latin-1")
+            exchange.request = extract(exchange.body, path, encoding)  # held nowhere else, so that it can be let go
+            if self._session_header is not None and not exchange.request.session_id:
+                session = exchange.headers.get(self._session_header, b"").decode("latin-1")
                 exchange.request = replace(exchange.request, session_id=session)
-            exchange.ids.use_body_id(exchange.request.request_id)
+            if exchange.request.request_id:
+                exchange.ids.use_body_id(exchange.request.request_id)
             exchange.times.selecting = exchange.times.clock() - began
-            await self._serve_watched(exchange, path)
+            # While it is served somebody listens for the client's leaving.
+            if exchange.pool is not None:
+                await self._serve_here(exchange, exchange.pool, path)
+            else:
+                await self._serve_apart(exchange, path)
         if exchange.scope.cancelled_caught and exchange.reason is not None:
             raise exchange.reason
 
-    async def _serve_watched(self, exchange: Exchange, path: str) -> None:
-        """Serve the request while somebody listens for the client's leaving."""
-        if exchange.pool is not None:
-            await self._serve_here(exchange, path)
-        else:
-            await self._serve_apart(exchange, path)
-
-    async def _serve_here(self, exchange: Exchange, path: str) -> None:
+    async def _serve_here(self, exchange: Exchange, pool: Pool, path: str) -> None:
         """Serve it in this task, and listen in another one: the cheaper way, by 50 us (docs/performance.md).
 
         This is the task that a server or a host cancels natively. That may come at any await, and nothing that must
         happen stands behind one. The listener holds nothing, so nobody waits for its end.
         """
-        assert exchange.pool is not None  # it bears native cancellation
-        listener = exchange.pool.loop.create_task(self._listen(exchange))
+        listener = pool.loop.create_task(self._listen(exchange))
         try:
             await asyncio.sleep(0)  # a client that has gone already costs no prefill
             await self._serve(exchange, path)

@@ -137,7 +137,8 @@ class Exchange:
         Raises:
             Exception: at its end, what the last `allow` gave.
         """
-        return Attempt(self)
+        self._attempt = attempt = Attempt(self)
+        return attempt
 
     def allow(self, seconds: float | None, late: Callable[[], Exception]) -> None:
         """Give what follows in this attempt `seconds` (None: no limit); `late` makes the error for when they pass."""
@@ -229,22 +230,21 @@ class Exchange:
             self.lease.release()
 
 
-class Attempt:
+class Attempt(TimeLimit):
     """Encloses one try at a worker."""
 
-    __slots__ = ("_exchange", "_limit")
+    __slots__ = ("_exchange",)
 
     def __init__(self, exchange: Exchange) -> None:
+        super().__init__(None if exchange.pool is None else exchange.pool.loop)
         self._exchange = exchange
-        self._limit = exchange._attempt = TimeLimit(None if exchange.pool is None else exchange.pool.loop)
-
-    def __enter__(self) -> None:
-        self._limit.__enter__()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        handled = self._limit.__exit__(exc_type, exc, traceback)
-        if self._limit.scope.cancelled_caught and self._exchange._late is not None:
-            raise self._exchange._late()
+        exchange = self._exchange
+        exchange._attempt = None  # no circle: that would keep the prompt until a collection of garbage
+        handled = super().__exit__(exc_type, exc, traceback)
+        if self.scope.cancelled_caught and exchange._late is not None:
+            raise exchange._late()
         return handled

@@ -58,23 +58,31 @@ def request_headers(scope: Scope, replaced: Collection[bytes] = ()) -> RawHeader
         scope: the client's request.
         replaced: names, in lower case, that are left out.
     """
-    raw: RawHeaders = scope.get("headers") or []
-    drops = _REQUEST_DROPS.union(_connection_listed(raw), replaced)
     headers: RawHeaders = []
+    listed: frozenset[bytes] = frozenset()
     cookies: list[bytes] = []
     hops: list[bytes] = []
+    raw: RawHeaders = scope.get("headers") or []
     for name, value in raw:
         name = name.lower()
-        if name in drops:
+        if name in _REQUEST_DROPS:
+            if name == b"connection":
+                listed |= _connection_listed(value)
+        elif name in replaced:
             continue
-
-        if name == b"cookie":
+        elif name == b"cookie":
             cookies.append(value)
         elif name == b"x-forwarded-for":
             hops.append(value)
         else:
             headers.append((name, value))
 
+    if b"cookie" in listed:
+        cookies.clear()
+    if b"x-forwarded-for" in listed:
+        hops.clear()
+    if listed:
+        headers = [header for header in headers if header[0] not in listed]
     if cookies:  # HTTP/2 clients may split the field, HTTP/1.1 knows only one (RFC 9113, section 8.2.3)
         headers.append((b"cookie", b"; ".join(cookies)))
     if (client := scope.get("client")) and client[0]:  # some servers have no address for a UNIX socket
@@ -94,15 +102,23 @@ def response_headers(raw: RawHeaders) -> tuple[RawHeaders, bool]:
     Event streams are marked as not to be buffered or cached, unless the worker says otherwise: nginx holds
     back what it proxies by default.
     """
-    names = [name for name, _ in raw]
-    drops = _RESPONSE_DROPS
-    if b"connection" in names:
-        drops |= _connection_listed(raw)
-    if b"transfer-encoding" in names:
-        drops |= {b"content-length"}  # it doesn't count beside the other (RFC 9112, section 6.3)
-    headers = [header for header in raw if header[0] not in drops and not header[0].startswith(_RESPONSE_DROP_PREFIXES)]
-    events = b"content-type" in names and is_event_stream(headers)
+    headers = [
+        header
+        for header in raw
+        if header[0] not in _RESPONSE_DROPS and not header[0].startswith(_RESPONSE_DROP_PREFIXES)
+    ]
+    if len(headers) < len(raw):
+        names = {name for name, _ in raw}
+        listed: frozenset[bytes] = frozenset()
+        if b"connection" in names:
+            listed = listed.union(*(_connection_listed(value) for name, value in raw if name == b"connection"))
+        if b"transfer-encoding" in names:
+            listed |= {b"content-length"}  # it doesn't count beside the other (RFC 9112, section 6.3)
+        if listed:
+            headers = [header for header in headers if header[0] not in listed]
+    events = is_event_stream(headers)
     if events:
+        names = {name for name, _ in raw}
         if b"cache-control" not in names:
             headers.append((b"cache-control", b"no-cache"))
         if b"x-accel-buffering" not in names:
@@ -131,15 +147,18 @@ def routers_passed(headers: Iterable[tuple[bytes, bytes]]) -> int:
 
 def is_event_stream(headers: RawHeaders) -> bool:
     """Tell whether lower-case response headers announce server-sent events."""
-    return any(
-        name == b"content-type" and value.partition(b";")[0].strip().lower() == b"text/event-stream"
-        for name, value in headers
-    )
+    for name, value in headers:
+        if name == b"content-type" and value.partition(b";")[0].strip().lower() == b"text/event-stream":
+            return True
+    return False
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str:
     """Return the first value of a header, or an empty string."""
-    return next((value.decode("latin-1") for key, value in headers if key.lower() == name), "")
+    for key, value in headers:
+        if key.lower() == name:
+            return value.decode("latin-1")
+    return ""
 
 
 def retry_after(raw: Iterable[tuple[bytes, bytes]]) -> float:
@@ -164,10 +183,6 @@ def _date(text: str) -> datetime | None:
         return None
 
 
-def _connection_listed(raw: RawHeaders) -> frozenset[bytes]:
-    values = [value for name, value in raw if name.lower() == b"connection"]
-    if not values:
-        return frozenset()
-
-    tokens = {token.strip().lower() for value in values for token in value.split(b",")}
-    return frozenset(tokens) - _NEVER_CONNECTION_LISTED
+def _connection_listed(value: bytes) -> frozenset[bytes]:
+    """Return the names of fields that a `Connection` field says are for the next hop only."""
+    return frozenset(token.strip().lower() for token in value.split(b",")) - _NEVER_CONNECTION_LISTED

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.scheduler import Scheduler
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.settings import RouterSettings
-    from asgi_router.upstream.answer import WorkerAnswer
     from asgi_router.upstream.http11 import Pool
     from asgi_router.upstream.upstream import Upstream
 
@@ -126,23 +125,6 @@ class Mixed:
             note_status(lease, exchange.client.status)
             return
 
-        answer = await self._open(exchange, path, lease)
-        await relay(
-            answer,
-            exchange,
-            lease,
-            own_headers=own_headers,
-            idle_timeout=settings.idle_timeout,
-            send_timeout=settings.send_timeout,
-        )
-        note_status(lease, answer.status)
-
-    async def _open(self, exchange: Exchange, path: str, lease: Lease) -> WorkerAnswer:
-        """Send the request, and return the worker's answer as soon as its head is there.
-
-        Raises:
-            WorkerBusy, WorkerError: as `Mode.ask`.
-        """
         answer = await self._upstream.open(
             exchange,
             lease.state.worker.url + path,
@@ -155,7 +137,15 @@ class Mixed:
             if self._may_help(exchange):
                 await close(answer)
                 raise WorkerBusy("The worker is busy.")
-        return answer
+        await relay(
+            answer,
+            exchange,
+            lease,
+            own_headers=own_headers,
+            idle_timeout=settings.idle_timeout,
+            send_timeout=settings.send_timeout,
+        )
+        note_status(lease, answer.status)
 
 
 def note_status(lease: Lease, status: int) -> None:

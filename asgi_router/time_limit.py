@@ -130,8 +130,12 @@ class TimeLimit:
         """Let the moment be in so many seconds; None: never."""
         if seconds is None:
             self.move(math.inf)
+        elif self._loop is None:
+            self.move(anyio.current_time() + seconds)
         else:
-            self.move((self._loop.time() if self._loop is not None else anyio.current_time()) + seconds)
+            self.until = until = self._loop.time() + seconds
+            if until < self._rings_at:
+                self.move(until)
 
     def move(self, until: float) -> None:
         """Let it be the moment `until`."""

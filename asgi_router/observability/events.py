@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 
-class RequestFinished(Struct, frozen=True, kw_only=True, gc=False):
+class RequestFinished(Struct, frozen=True, gc=False):
     """One completion request, after its release. Nothing in it is text of a prompt or an answer, a key or a token.
 
     Seconds are those of the router's clock. What a request did not come to is 0, "" or None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
 
@@ -11,7 +12,6 @@ _OBJECT = re.compile(rb"\s*:\s*(?=\{)")
 _BACKSLASH = 0x5C
 _MAX_LOOKS = 8  # a chunk may hold hundreds of events with "usage":null in each, or whatever a worker makes up
 _MAX_NESTED = 8  # objects within one: OpenAI's own has two
-_MAX_COUNT = 2**53
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -22,13 +22,21 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     completion_tokens: int | None = None
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: _Count | None = None
+
+
 class _Said(msgspec.Struct, gc=False):
-    prompt_tokens: object = None
-    completion_tokens: object = None
-    prompt_tokens_details: object = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    prompt_tokens_details: _Details | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Said)
+_LENIENT_DECODER = msgspec.json.Decoder(dict[str, object])
 
 
 def read_usage(end: bytes) -> Usage:
@@ -46,8 +54,8 @@ def read_usage(end: bytes) -> Usage:
         value = _OBJECT.match(end, at + len(_NAME))
         if value is not None and (said := _object_at(end, value.end())) is not None:
             details = said.prompt_tokens_details
-            cached = details.get("cached_tokens") if isinstance(details, dict) else None
-            return Usage(_count(said.prompt_tokens), _count(cached), _count(said.completion_tokens))
+            cached = None if details is None else details.cached_tokens
+            return Usage(said.prompt_tokens, cached, said.completion_tokens)
     return Usage()
 
 
@@ -62,9 +70,25 @@ def _object_at(text: bytes, start: int) -> _Said | None:
             break
     try:
         return _DECODER.decode(text[start:close])
+    except msgspec.ValidationError:
+        return _what_fits(text[start:close])
     except (ValueError, RecursionError):
         return None
 
 
+def _what_fits(text: bytes) -> _Said | None:
+    """Return the counts that are such, of an object in which something else stands where one is expected."""
+    try:
+        said = _LENIENT_DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    details = said.get("prompt_tokens_details")
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    return _Said(_count(said.get("prompt_tokens")), _count(said.get("completion_tokens")), _Details(cached))
+
+
 def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT else None
+    try:
+        return msgspec.convert(value, _Count)
+    except msgspec.ValidationError:
+        return None

@@ -25,7 +25,7 @@ class TokenScales:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}  # model -> tokens as counted, as estimated
+        self._models: dict[str, tuple[float, float, float]] = {}  # tokens as counted, as estimated; their ratio
         self._latest = 1.0
 
     def of(self, request: CompletionRequest) -> float:
@@ -35,24 +35,21 @@ class TokenScales:
         """
         if not request.text_only:
             return 1.0
-        sums = self._sums.get(request.model)
-        return self._latest if sums is None else _ratio(*sums)
+        known = self._models.get(request.model)
+        return self._latest if known is None else known[2]
 
     def learn(self, request: CompletionRequest, counted: int) -> None:
         """Note how many tokens a worker has counted in the prompt of a request."""
         if not request.text_only or counted <= 0:
             return
 
-        sums = self._sums
-        real, estimated = sums.pop(request.model, (0.0, 0.0))
+        models = self._models
         tokens = request.prompt_tokens
-        kept = MEMORY / (MEMORY + tokens)
         likely = min(LARGEST * tokens, max(SMALLEST * tokens, counted))  # or one absurd count would be felt for long
-        sums[request.model] = learnt = (real * kept + likely, estimated * kept + tokens)
-        self._latest = _ratio(*learnt)
-        if len(sums) > MAX_MODELS:
-            del sums[next(iter(sums))]
-
-
-def _ratio(counted: float, estimated: float) -> float:
-    return min(LARGEST, max(SMALLEST, counted / estimated))
+        real, estimated, _ = models.pop(request.model, (0.0, 0.0, 1.0))
+        kept = MEMORY / (MEMORY + tokens)
+        real, estimated = real * kept + likely, estimated * kept + tokens
+        self._latest = real / estimated  # within the bounds, for all that was added is
+        models[request.model] = real, estimated, self._latest
+        if len(models) > MAX_MODELS:
+            del models[next(iter(models))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from asgi_router.upstream.answer import WorkerAnswer
 
 CHECKPOINT_EVERY = 64  # chunks
+MAX_DIGITS = 18  # of a length that is a length
 
 
 async def relay(
@@ -53,15 +53,19 @@ async def relay(
 
         headers, events = response_headers(answer.headers)
         bodiless = status in (204, 304)
+        missing: int | None = None
         length = header(headers, b"content-length")
-        missing = int(length) if re.fullmatch("[0-9]{1,18}", length) and not bodiless else None
-        if missing is None:
+        if length.isdecimal() and len(length) <= MAX_DIGITS and not bodiless:
+            missing = int(length)
+        else:
             # Either no number, or the length of a body that isn't there: forbidden with 204; with 304 uvicorn
             # would wait for it.
             headers = [(name, value) for name, value in headers if name != b"content-length"]
 
         # First byte: the deadline is still the one that was set when the request was sent.
-        chunk = b"" if bodiless else await read(answer)
+        chunk = b"" if bodiless else _take(answer)
+        if chunk is None:
+            chunk = await read(answer)
         if chunk:
             lease.first_byte(prefilled=status < 400)
             exchange.times.first_byte = exchange.times.clock()
@@ -110,7 +114,8 @@ async def relay(
     finally:
         # Closing may take its time. Whatever comes now, the worker is done with this request.
         lease.release()
-        await close(answer)
+        if not answer.complete:
+            await close(answer)
 
 
 def _take(answer: WorkerAnswer) -> bytes | None:

@@ -52,8 +52,8 @@ MUTANTS = [
         "header-over-body",
         "a header that a proxy sets for all separates what the body holds together",
         "dispatcher.py",
-        "if self._settings.session_header and not exchange.request.session_id:",
-        "if self._settings.session_header:",
+        "if self._session_header is not None and not exchange.request.session_id:",
+        "if self._session_header is not None:",
         SESSIONS,
     ),
     Mutant(

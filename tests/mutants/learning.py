@@ -117,7 +117,7 @@ MUTANTS = [
         "models-for-ever",
         "every model that a client names stays in memory",
         "scheduling/token_scales.py",
-        "if len(sums) > MAX_MODELS:",
+        "if len(models) > MAX_MODELS:",
         "if len(sums) > 1_000 * MAX_MODELS:",
         ["tests/scheduling/test_token_scales.py"],
     ),

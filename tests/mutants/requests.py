@@ -38,11 +38,15 @@ MUTANTS = [
         "client.py",
         """        self.finished = True
         self._last.append(chunk)
-        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
+        return self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
 """,
         """        self._last.append(chunk)
-        await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
-        self.finished = True
+
+        async def deliver() -> None:
+            await self._deliver({"type": "http.response.body", "body": chunk, "more_body": False})
+            self.finished = True
+
+        return deliver()
 """,
     ),
     Mutant(
@@ -216,7 +220,7 @@ MUTANTS = [
         "connection-listed-headers",
         "headers that Connection lists are passed on",
         "headers.py",
-        "    return frozenset(tokens) - _NEVER_CONNECTION_LISTED\n",
+        '    return frozenset(token.strip().lower() for token in value.split(b",")) - _NEVER_CONNECTION_LISTED\n',
         "    return frozenset()\n",
         ["tests/test_headers.py"],
     ),

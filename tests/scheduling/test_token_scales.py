@@ -80,7 +80,7 @@ def test_models_that_come_and_go_leave_no_memory() -> None:
     for number in range(3 * MAX_MODELS):
         scales.learn(asked(model="used"), 3_000)
         scales.learn(asked(model=f"m{number}"), 500)
-    assert len(scales._sums) == MAX_MODELS
+    assert len(scales._models) == MAX_MODELS
     assert scales.of(asked(model="used")) == pytest.approx(3.0)
 
 

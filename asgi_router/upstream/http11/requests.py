@@ -7,6 +7,7 @@ A head is checked as a whole: whatever its caller has let through, it has as man
 from __future__ import annotations
 
 import ipaddress
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import httpx
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CONTROLS = bytes(byte for byte in (*range(32), 127) if byte != 9)  # a tab is white space in a value
+_NAME = itemgetter(0)  # of a field
 _NOT_IN_TARGET = bytes((*range(33), *range(127, 256)))
 
 
@@ -78,18 +80,18 @@ def request_head(method: bytes, target: bytes, headers: Sequence[tuple[bytes, by
     Raises:
         RequestRefused: it would not be one request with these fields.
     """
-    lines = [b"%b %b HTTP/1.1\r\n" % (method, target)]
-    lines += [b"%b: %b\r\n" % header for header in headers]
-    lines.append(b"\r\n")
-    head = b"".join(lines)
-    names = [name for name, _ in headers]
-    names.append(method)
+    lines = [b"%b %b HTTP/1.1" % (method, target)]
+    lines += map(b": ".join, headers)
+    lines += b"", b""
+    head = b"\r\n".join(lines)
+    names = [method]
+    names += map(_NAME, headers)
     if (
         b"" in names
         or b"".join(names).translate(None, _TOKEN)
         or not target
         or len(target.translate(None, _NOT_IN_TARGET)) != len(target)
-        or len(head) - len(head.translate(None, _CONTROLS)) != 2 * len(lines)
+        or len(head.translate(None, _CONTROLS)) != len(head) - 2 * len(lines) + 2
     ):
         raise RequestRefused("The request's head is not valid in HTTP/1.1.")
     return head
