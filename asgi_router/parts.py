@@ -45,12 +45,12 @@ PREFIX_GROWTH = 4
 
 
 def prefix_capacity(settings: RouterSettings) -> int:
-    """Return how many blocks a worker's prefix index may hold at first."""
+    """Return how many blocks of the base size a worker's prefix index may hold at first."""
     return settings.prefix_capacity_tokens * BYTES_PER_TOKEN // settings.prefix_block_bytes
 
 
 def most_blocks(settings: RouterSettings) -> int:
-    """Return how many blocks a worker's prefix index may ever hold."""
+    """Return how many blocks of the base size a worker's prefix index may ever hold."""
     return prefix_capacity(settings) * (PREFIX_GROWTH if settings.prefix_adapt else 1)
 
 

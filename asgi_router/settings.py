@@ -147,7 +147,9 @@ class RouterSettings(BaseSettings):
     register_allow: Rules = Field((), description="Networks and host patterns of workers that may register.")
     register_file: FileName = Field(None, description="YAML or JSON file of further workers, as they would register.")
     admin_open: bool = Field(False, description="Whether the admin API needs no token.")
-    prefix_block_bytes: BlockBytes = Field(512, description="Bytes of prompt per block of the prefix index.")
+    prefix_block_bytes: BlockBytes = Field(
+        512, description="Bytes of the first prefix blocks of a prompt; later ones are longer."
+    )
     prefix_capacity_tokens: Count = Field(1_000_000, description="Tokens remembered per worker; 0: nothing.")
     prefix_adapt: bool = Field(True, description="Whether answers' `usage` corrects what is believed of the caches.")
     prefix_ttl: Positive = Field(1800.0, description="Seconds that an unused prefix is remembered.")

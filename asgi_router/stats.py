@@ -26,7 +26,7 @@ class WorkerStats:
     pending_prefill_tokens: int
     """Uncached prompt tokens of the waiting requests: what policies use as the length of the queue."""
     prefix_blocks: int
-    """Blocks that the router believes to be in the worker's prefix cache."""
+    """Blocks that the router believes to be in the worker's prefix cache; longer ones count as several."""
     prefix_capacity: int
     """How many it is believed to have room for."""
     healthy: bool

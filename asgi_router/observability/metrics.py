@@ -54,7 +54,7 @@ WORKER_GAUGES = {
     "prefill_tokens": "Estimated prompt tokens of the requests in flight.",
     "waiting_requests": "Requests in flight whose first byte has not come yet.",
     "pending_prefill_tokens": "Uncached prompt tokens of the waiting requests: the queue.",
-    "prefix_blocks": "Blocks that the worker is believed to hold in its prefix cache.",
+    "prefix_blocks": "Blocks that the worker is believed to hold in its prefix cache, longer ones counted as several.",
     "prefix_capacity": "Blocks that the worker is believed to have room for.",
     "healthy": "1, or 0 if it failed its health probes.",
     "draining": "1 if it gets no new requests, else 0.",

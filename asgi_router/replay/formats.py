@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asgi_router.errors import InvalidRequest
 from asgi_router.extraction import extract
 from asgi_router.prefix_key import BYTES_PER_TOKEN
-from asgi_router.scheduling.prefix_index import block_hashes
+from asgi_router.scheduling.blocks import LONGER, block_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,8 +85,8 @@ def _mooncake(fields: dict[str, object]) -> Line:
     ids = fields.get("hash_ids", [])
     if not isinstance(ids, list) or not all(type(block) is int for block in ids):
         raise BadLine("hash_ids must be a list of whole numbers")
-    # The last part of a block has an id, too; engines share whole blocks only.
-    blocks = tuple(ids[: tokens // MOONCAKE_BLOCK])
+    # The last part of a block has an id, too; engines share whole blocks only. Of longer hashes 64 bits are enough.
+    blocks = tuple(block % LONGER for block in ids[: tokens // MOONCAKE_BLOCK])
     output = _tokens(fields.get("output_length"), "output_length")
     return Line(milliseconds / 1e3, tokens, output, blocks, MOONCAKE_BLOCK)
 
@@ -141,7 +141,7 @@ def _openai(fields: dict[str, object], line: bytes) -> Line:
         _time_of(fields),
         _tokens(request.prompt_tokens, "the prompt's length"),
         _output_tokens(fields, body),
-        block_hashes(request.prefix_key, TEXT_BLOCK * BYTES_PER_TOKEN, (request.model,)),
+        block_hashes(request.prefix_key, TEXT_BLOCK * BYTES_PER_TOKEN, (request.model,), growing=False),
         TEXT_BLOCK,
         request.model,
         request.session_id,

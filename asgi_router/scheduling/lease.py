@@ -66,10 +66,13 @@ class Lease:
         self.candidates = candidates
         self._on_release = on_release
         self.prefill_tokens = prompt.tokens
-        self._length = prompt.tokens / prompt.block_tokens  # in blocks
-        self._cached = prompt.cached_blocks(state)
-        self._evicted = prompt.evicted_blocks(state, self._cached)
-        self._certain = not self._cached or self._picture.confirmed(prompt.blocks[self._cached - 1])
+        cached = prompt.cached_blocks(state)
+        evicted = prompt.evicted_blocks(state, cached)
+        # In blocks of the base size, all three.
+        self._length = prompt.tokens / prompt.block_tokens
+        self._cached = prompt.ends[cached]
+        self._evicted = prompt.ends[cached + evicted] - self._cached
+        self._certain = not cached or self._picture.confirmed(prompt.blocks[cached - 1])
         self.uncached_tokens = max(1, prompt.tokens - int(self._cached * prompt.block_tokens))
         self._blocks = prompt.blocks[: self._picture.pin(prompt.blocks)]
         self._waiting = True

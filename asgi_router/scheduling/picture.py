@@ -9,23 +9,25 @@ if TYPE_CHECKING:
 
 
 class Picture(Protocol):
-    """What one worker probably holds: the blocks of prompts, by hashes chained over all that precedes a block.
+    """What one worker probably holds: the blocks of prompts, by ids that stand for all that precedes a block, too.
+
+    How much that is is told in blocks of the base size: what the blocks weigh (`blocks.py`), not how many they are.
 
     `pin` and `unpin` frame a request. Beside them only `learn` and `clear` change anything.
     """
 
     def __len__(self) -> int:
-        """Return how many blocks are held."""
+        """Return what the blocks weigh that are held."""
         ...
 
     @property
     def pinned(self) -> int:
-        """How many blocks belong to requests in flight."""
+        """What the blocks of requests in flight weigh."""
         ...
 
     @property
     def capacity(self) -> int:
-        """How many blocks the worker is believed to have room for."""
+        """How many blocks of the base size the worker is believed to have room for."""
         ...
 
     def match(self, blocks: Sequence[int], limit: int) -> int:
@@ -33,7 +35,7 @@ class Picture(Protocol):
         ...
 
     def lost(self, blocks: Sequence[int]) -> float:
-        """Return how many blocks of others the worker would lose to this prompt, those little missed as less than one.
+        """Return what the blocks of others weigh that would be lost to this prompt, those little missed as less.
 
         0 where that can't be told.
         """
@@ -48,7 +50,7 @@ class Picture(Protocol):
         ...
 
     def learn(self, held: int, evicted: int, found: float) -> None:
-        """Take in what a worker has found in its cache of a prompt that it has now answered, in blocks."""
+        """Take in what a worker has found in its cache of a prompt that it has now answered, by weight."""
         ...
 
     def clear(self) -> None:

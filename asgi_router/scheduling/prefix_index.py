@@ -1,7 +1,8 @@
 """Owns the router's picture of one worker's prefix cache: which prompt blocks it probably holds.
 
-A block is known by a hash chained over all that precedes it, so an equal hash means an equal prefix, and a
-flat table of hashes answers the longest match without a tree. The rules:
+A block is known by a hash chained over all that precedes it, so an equal id means an equal prefix, and a
+flat table of ids answers the longest match without a tree. Blocks deep in a prompt are longer (`blocks.py`): what
+is counted here is their weight, in blocks of the base size. The rules:
 
 1. If a block matches, so do all the blocks before it. A prompt is recorded from its head on, and when room is
    needed the least recently used block goes, which is never the head of a chain whose tail stays: tails are
@@ -9,20 +10,20 @@ flat table of hashes answers the longest match without a tree. The rules:
 2. The blocks of a request in flight are pinned: they match at once, so that the siblings in a burst find them,
    and they can't be evicted. When the request ends they stay if it was prefilled, or if they were there before
    (and then count as used); else they are gone.
-3. Pinned and unpinned blocks together never exceed the capacity, and it is kept at insertion: what doesn't
-   fit is not recorded, tail first. Nothing sweeps.
+3. Pinned and unpinned blocks together never weigh more than the capacity, and it is kept at insertion: what doesn't
+   fit is not recorded, tail first. Nothing sweeps. A longer block goes as a whole.
 4. The capacity is a guess. Where workers say how much of a prompt they had cached, it follows their word: blocks that
    were believed to be there, and weren't, make it smaller; blocks that had to go from here for want of room, and were
-   there, make it larger. For this the hashes of those that had to go are remembered, in a table that is bounded, too.
+   there, make it larger. For this the ids of those that had to go are remembered, in a table that is bounded, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from hashlib import blake2b
 from itertools import islice, repeat
-from struct import iter_unpack
 from typing import TYPE_CHECKING, TypeVar
+
+from asgi_router.scheduling.blocks import LONGER, fitting, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,37 +44,11 @@ _CONFIRMED = 1  # lowest bit of a pin: the worker has prefilled this block
 _HOLD = 2  # what one request in flight adds to a pin
 
 
-def block_hashes(
-    key: bytes, block_bytes: int, space: tuple[str, ...] = (), max_blocks: int | None = None
-) -> tuple[int, ...]:
-    """Return the chained hashes of the whole blocks of `key`, `max_blocks` at most; a last part of a block has none.
-
-    `space` separates prompts that can't share a cache, such as those of two models. The hashes hold within
-    this process only: the interpreter's bytes hash (SipHash) is seeded at its start. So a client can't construct
-    prompts that collide, unless the operator fixes the seed (`PYTHONHASHSEED`).
-    """
-    count = len(key) // block_bytes
-    if max_blocks is not None:
-        count = min(count, max_blocks)
-    chain = hash(space)
-    hashes = []
-    for (block,) in iter_unpack(f"{block_bytes}s", memoryview(key)[: count * block_bytes]):
-        chain = hash((chain, block))
-        hashes.append(chain)
-
-    return tuple(hashes)
-
-
-def stable_hash(data: bytes) -> int:
-    """Return 64 bits that are the same in every process, unlike the hashes of blocks."""
-    return int.from_bytes(blake2b(data, digest_size=8).digest())
-
-
 class PrefixIndex:
     """The blocks that one worker probably holds.
 
     Args:
-        capacity: how many blocks at the most; 0 remembers nothing.
+        capacity: how many blocks of the base size at the most; 0 remembers nothing.
         ttl: seconds after its last use from which a block no longer matches; up to one second less, since only
             the whole second of a use is kept.
         clock: monotonic seconds, not negative.
@@ -86,6 +61,7 @@ class PrefixIndex:
         "_clock",
         "_evicted",
         "_evicted_before",
+        "_excess",
         "_has_shrunk",
         "_most",
         "_pinned",
@@ -97,15 +73,16 @@ class PrefixIndex:
         self._capacity = capacity
         self._most = most
         self._has_shrunk = False
-        # Hashes of what had to go, in two generations: taking single ones out of a dict's front costs more with each.
+        # Ids of what had to go, in two generations: taking single ones out of a dict's front costs more with each.
         self._evicted: set[int] = set()
         self._evicted_before: set[int] = set()
         self._ttl = ttl
         self._clock = clock
-        # hash -> if pinned: _HOLD x requests in flight, plus _CONFIRMED; else: minus the second of its last use.
+        # id -> if pinned: _HOLD x requests in flight, plus _CONFIRMED; else: minus the second of its last use.
         # The unpinned are in the order of their last use; where the pinned stand among them means nothing. (A
         # table for each would have to have room for all blocks: up to twice the memory.)
         self._blocks: dict[int, int] = {}
+        self._excess = 0  # what the longer ones weigh above 1 each: nothing to count where all are of the base size
         self._pinned = 0
         self._second = 0
 
@@ -113,16 +90,16 @@ class PrefixIndex:
         return f"<PrefixIndex {len(self)} of {self._capacity} blocks, {self._pinned} pinned>"
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._blocks) + self._excess
 
     @property
     def pinned(self) -> int:
-        """How many blocks belong to requests in flight."""
+        """What the blocks of requests in flight weigh."""
         return self._pinned
 
     @property
     def capacity(self) -> int:
-        """How many blocks the worker is believed to have room for."""
+        """How many blocks of the base size the worker is believed to have room for."""
         return self._capacity
 
     def match(self, blocks: Sequence[int], limit: int) -> int:
@@ -148,20 +125,21 @@ class PrefixIndex:
         """Adapt the capacity to what a worker has found in its cache of a prompt that it has now answered.
 
         Args:
-            held: how many of the prompt's blocks were held here when the worker was chosen.
-            evicted: how many blocks behind those had been evicted here.
-            found: how many blocks the worker had. A tenth less than `held`, and a block, may be rounding.
+            held: what those of the prompt's blocks weigh that were held here when the worker was chosen.
+            evicted: what the blocks behind those weigh that had been evicted here.
+            found: how much the worker had, in blocks of the base size. A tenth less than `held`, and a block, may be
+                rounding.
         """
         if self._most is None:
             return
 
         if found < 0.9 * held - 1:
             self._has_shrunk = True
-            believed = min(self._capacity, len(self._blocks))
+            believed = min(self._capacity, len(self))
             self._capacity = max(
                 min(LEAST_CAPACITY, self._capacity), int(believed * (1 - _SHRINK * (1 - found / held)))
             )
-            self._evict(len(self._blocks) - self._capacity)
+            self._evict(len(self) - self._capacity)
         elif evicted and (share := min(1.0, (found - held) / evicted)) > 0.5:
             step = _GROW if self._has_shrunk else _GROW_AT_FIRST
             self._capacity = min(self._most, int(self._capacity * (1 + step * share)) + 1)
@@ -170,6 +148,7 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forget all blocks but those of requests in flight."""
         self._blocks = {block: state & ~_CONFIRMED for block, state in self._blocks.items() if state > 0}
+        self._excess = self._pinned - len(self._blocks)
         self._evicted.clear()
         self._evicted_before.clear()
 
@@ -182,6 +161,7 @@ class PrefixIndex:
         table = self._blocks
         now = self._clock()
         known = 0
+        taken = []
         for block in blocks:
             state = table.get(block)
             if state is None:
@@ -190,19 +170,33 @@ class PrefixIndex:
                 table[block] = state + _HOLD
             else:
                 table[block] = _HOLD | _CONFIRMED if now + state < self._ttl else _HOLD
-                self._pinned += 1
+                taken.append(block)
             known += 1
 
-        fresh = max(0, min(len(blocks) - known, self._capacity - self._pinned))
-        self._evict(len(table) + fresh - self._capacity)
-        for block in islice(blocks, known, known + fresh):
-            table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
-        if fresh and self._had_to_go(blocks[known]):  # else none of them: tails went, and are forgotten, before heads
-            self._evicted.difference_update(blocks[known : known + fresh])
-            self._evicted_before.difference_update(blocks[known : known + fresh])
+        if taken:
+            self._pinned += weigh(taken)
+        if known == len(blocks):
+            return known
 
-        self._pinned += fresh
-        return known + fresh
+        fresh = blocks[known:]
+        weight = weigh(fresh)
+        room = self._capacity - self._pinned
+        if weight > room:
+            fresh = fresh[: fitting(fresh, room)]
+            if not fresh:
+                return known
+            weight = weigh(fresh)
+        self._evict(len(table) + self._excess + weight - self._capacity)
+        if weight > len(fresh):
+            new = [block for block in fresh if block not in table]
+            self._excess += weigh(new) - len(new)
+        for block in fresh:
+            table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
+        if self._had_to_go(fresh[0]):  # else none of them: tails went, and are forgotten, before heads
+            self._evicted.difference_update(fresh)
+            self._evicted_before.difference_update(fresh)
+        self._pinned += weight
+        return known + len(fresh)
 
     def unpin(self, blocks: Sequence[int], *, prefilled: bool) -> None:
         """End a request that `pin` recorded with exactly these blocks; keep them if the worker prefilled them."""
@@ -215,8 +209,10 @@ class PrefixIndex:
         if max(map(table.__getitem__, blocks), default=0) <= _HOLD | _CONFIRMED and prefilled:
             _discard(table, blocks)  # nobody else's: all at once
             table.update(zip(reversed(blocks), repeat(second)))  # at the end of the table: used last
-            self._pinned -= len(blocks)
+            self._pinned -= weigh(blocks)
             return
+        idle = []
+        gone = []
         for block in reversed(blocks):
             state = (table[block] - _HOLD) | confirmed
             if state >= _HOLD:
@@ -224,35 +220,44 @@ class PrefixIndex:
                 continue
 
             del table[block]
-            self._pinned -= 1
+            idle.append(block)
             if state:
                 table[block] = second  # at the end of the table: used last
+            else:
+                gone.append(block)
+        self._pinned -= weigh(idle[::-1])
+        if gone and gone[0] >= LONGER:
+            self._excess -= weigh(gone[::-1]) - len(gone)
 
-    def _evict(self, count: int) -> None:
-        if count <= 0:
+    def _evict(self, weight: int) -> None:
+        """Evict at least so much, if there is."""
+        if weight <= 0:
             return
 
         table = self._blocks
-        victims = list(islice(table, count))
-        if not self._pinned or max(map(table.__getitem__, victims), default=0) <= 0:
+        victims = [] if self._excess else list(islice(table, weight))
+        if victims and (not self._pinned or max(map(table.__getitem__, victims)) <= 0):
             _discard(table, victims)
         else:
-            victims = self._evict_between(count)
+            victims = self._evict_one_by_one(weight)
         self._remember(victims)
 
-    def _evict_between(self, count: int) -> list[int]:
-        """Evict as many as there are between pinned ones."""
+    def _evict_one_by_one(self, weight: int) -> list[int]:
+        """Evict what there is between pinned blocks, and count what it weighs."""
         victims: list[int] = []
         passed: list[int] = []
+        evicted = 0
         for block, state in self._blocks.items():
             if state > 0:
                 passed.append(block)
             else:
                 victims.append(block)
-                if len(victims) == count:
+                evicted += 1 << (block >> 64) if block >= LONGER else 1
+                if evicted >= weight:
                     break
 
         _discard(self._blocks, victims)
+        self._excess -= evicted - len(victims)
         for block in passed:  # to the end, or every later search would pass them again
             self._blocks[block] = self._blocks.pop(block)
         return victims

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from asgi_router.prefix_key import BYTES_PER_TOKEN
-from asgi_router.scheduling.prefix_index import block_hashes, stable_hash
+from asgi_router.scheduling.blocks import ENDS, block_hashes, stable_hash, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,18 +23,19 @@ class Prompt:
 
     Attributes:
         tokens: its estimated length.
-        blocks: chained hashes of its whole blocks.
-        block_tokens: estimated length of a block.
+        blocks: ids of its whole blocks.
+        ends: where they end, in blocks of the base size: `ends[n]` is the length of the first n.
+        block_tokens: estimated length of a block of the base size.
         reason: why its worker was chosen, in a word; a policy may say more than its own name here.
 
     Args:
         request: whose prompt it is.
-        block_bytes: size of a block, in bytes of the prefix key.
-        max_blocks: how many blocks are looked at; None: all.
+        block_bytes: base size of a block, in bytes of the prefix key.
+        max_blocks: how far the key is looked at, in blocks of the base size; None: to its end.
         scale: by which the request's tokens are more than the rule of thumb says.
     """
 
-    __slots__ = ("_head", "_matchable", "block_tokens", "blocks", "reason", "tokens")
+    __slots__ = ("_head", "_limit", "_matchable", "block_tokens", "blocks", "ends", "reason", "tokens")
 
     def __init__(
         self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None, scale: float = 1.0
@@ -43,19 +44,24 @@ class Prompt:
         self.tokens = request.prompt_tokens if scale == 1.0 else max(1, round(request.prompt_tokens * scale))
         self.reason = ""
         self.blocks = block_hashes(key, block_bytes, (request.model,), max_blocks)
+        self.ends: Sequence[int] = ENDS
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
-        self._matchable = max(0, len(key) - 1) // block_bytes
+        matchable = whole_blocks(max(0, len(key) - 1) // block_bytes)
+        self._matchable = ENDS[matchable]
+        self._limit = matchable if matchable < len(self.blocks) else len(self.blocks)
         self.block_tokens = block_bytes / BYTES_PER_TOKEN * scale
         self._head = request.model.encode("utf-8", "replace") + key[:block_bytes] if self.blocks else b""
 
     @classmethod
     def of_blocks(cls, blocks: tuple[int, ...], *, tokens: int, block_tokens: float) -> Self:
-        """Return a prompt whose blocks of `block_tokens` tokens were hashed elsewhere, as those of a trace are."""
+        """Return a prompt whose blocks were hashed elsewhere, as those of a trace are: all of `block_tokens` tokens."""
         prompt = cls.__new__(cls)
         prompt.tokens = tokens
         prompt.reason = ""
         prompt.blocks = blocks
+        prompt.ends = range(len(blocks) + 1)
         prompt._matchable = int(max(0, tokens - 1) / block_tokens)
+        prompt._limit = min(prompt._matchable, len(blocks))
         prompt.block_tokens = block_tokens
         prompt._head = b"%d" % blocks[0] if blocks else b""
         return prompt
@@ -73,16 +79,16 @@ class Prompt:
         return max(workers, key=lambda worker: (head ^ worker.identity) * _MIX & _MASK)
 
     def hit_ratio(self, state: WorkerState) -> float:
-        """Return the share of the prompt's blocks that the worker holds, 0 to 1; 0 for a prompt without any."""
-        return self.cached_blocks(state) / self._matchable if self._matchable else 0.0
+        """Return the share that the worker holds of the prompt's blocks, 0 to 1; 0 for a prompt without any."""
+        return self.ends[self.cached_blocks(state)] / self._matchable if self._matchable else 0.0
 
     def uncached_tokens(self, state: WorkerState) -> int:
         """Return how many tokens the worker would have to prefill, at least 1."""
-        return max(1, self.tokens - int(self.cached_blocks(state) * self.block_tokens))
+        return max(1, self.tokens - int(self.ends[self.cached_blocks(state)] * self.block_tokens))
 
     def cached_blocks(self, state: WorkerState) -> int:
         """Return how many of the prompt's blocks the worker probably holds, those of no use left out."""
-        return state.prefixes.match(self.blocks, min(self._matchable, len(self.blocks)))
+        return state.prefixes.match(self.blocks, self._limit)
 
     def lost_tokens(self, state: WorkerState) -> float:
         """Return how many tokens of other prompts the worker would lose to this one, those little missed as less."""
@@ -90,4 +96,4 @@ class Prompt:
 
     def evicted_blocks(self, state: WorkerState, cached: int) -> int:
         """Return how many blocks behind the `cached` ones had to go from our picture of the worker."""
-        return state.prefixes.evicted(self.blocks, cached, min(self._matchable, len(self.blocks)))
+        return state.prefixes.evicted(self.blocks, cached, self._limit)

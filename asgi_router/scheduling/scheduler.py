@@ -24,8 +24,8 @@ class Scheduler:
     Args:
         policy: how to choose among the workers that may be chosen.
         policy_name: what is given as the reason of its choices.
-        block_bytes: size of a prefix block, in bytes of the prefix key.
-        max_blocks: how many blocks of a prompt are looked at: no more than a worker's index can hold.
+        block_bytes: base size of a prefix block, in bytes of the prefix key.
+        max_blocks: how far a prompt is looked at, in such blocks: no further than a worker's index can hold.
         max_concurrent: how many requests a worker may have in flight; None: any number.
         sessions: which workers served sessions last; None: sessions don't matter.
         scales: how many tokens a model makes of a text; None: what the rule of thumb says.

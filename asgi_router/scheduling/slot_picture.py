@@ -28,6 +28,8 @@ from math import exp
 from typing import TYPE_CHECKING
 from weakref import ref
 
+from asgi_router.scheduling.blocks import fitting, weigh
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -95,7 +97,7 @@ class SlotPicture:
 
     Args:
         slots: how many there are, at least 1.
-        capacity: how many blocks they may hold together; each an equal part of it.
+        capacity: how many blocks of the base size they may hold together; each an equal part of it.
         clock: by which they age, one for all workers of a fleet; None: this worker is the fleet.
     """
 
@@ -114,7 +116,7 @@ class SlotPicture:
         return f"<SlotPicture {len(self)} blocks in {slots}>"
 
     def __len__(self) -> int:
-        return sum(len(slot.blocks) for slot in self._slots)
+        return sum(weigh(slot.blocks) for slot in self._slots)
 
     @property
     def slots(self) -> int:
@@ -123,12 +125,12 @@ class SlotPicture:
 
     @property
     def pinned(self) -> int:
-        """How many blocks belong to requests in flight, those that wait for a slot among them."""
-        return sum(len(slot.running or ()) for slot in self._slots) + sum(map(len, self._waiting))
+        """What the blocks of requests in flight weigh, those that wait for a slot among them."""
+        return sum(weigh(slot.running or ()) for slot in self._slots) + sum(map(weigh, self._waiting))
 
     @property
     def capacity(self) -> int:
-        """How many blocks are recorded at the most."""
+        """How many blocks of the base size are recorded at the most."""
         return self._limit * len(self._slots)
 
     def match(self, blocks: Sequence[int], limit: int) -> int:
@@ -139,9 +141,9 @@ class SlotPicture:
         return min(self._choose(blocks)[1], limit)
 
     def lost(self, blocks: Sequence[int]) -> float:
-        """Return how many blocks the slot that the prompt would get holds of others, weighted by how fresh they are."""
+        """Return what the blocks of others weigh in the slot that the prompt would get, and less the older they are."""
         slot, common = self._choose(blocks)
-        return (len(slot.blocks) - common) * self._clock.freshness(slot.ended)
+        return weigh(slot.blocks[common:]) * self._clock.freshness(slot.ended)
 
     def confirmed(self, block: int) -> bool:
         """Tell whether an idle slot holds the block."""
@@ -161,7 +163,7 @@ class SlotPicture:
 
     def pin(self, blocks: Sequence[int]) -> int:
         """Give a request in flight its slot, or let it wait. Return how many of its blocks were recorded."""
-        recorded = tuple(blocks[: self._limit])
+        recorded = tuple(blocks[: fitting(blocks, self._limit)])
         if any(slot.running is None for slot in self._slots):
             self._choose(recorded)[0].running = recorded
         else:
@@ -191,7 +193,7 @@ class SlotPicture:
         slots = [slot for slot in self._slots if slot.running is None] or self._slots
         found = [_common(slot.blocks, blocks) for slot in slots]
         longest = max(found)
-        if longest > SIMILARITY * len(blocks):
+        if weigh(blocks[:longest]) > SIMILARITY * weigh(blocks):
             at = found.index(longest)
         else:
             at = min(range(len(slots)), key=lambda at: slots[at].ended)

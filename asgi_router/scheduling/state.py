@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from asgi_router.scheduling.blocks import stable_hash
 from asgi_router.scheduling.breaker import BreakerState
-from asgi_router.scheduling.prefix_index import stable_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 ADAPTATION = ["tests/scheduling/test_adaptation.py", "tests/test_learning.py"]
 SLOTS = ["tests/scheduling/test_slot_picture.py", "tests/scheduling/test_slot_model.py"]
+DEPTH = ["tests/scheduling/test_blocks.py", "tests/scheduling/test_prefix_model.py"]
 REPLAY = ["tests/replay/test_simulate.py", "tests/replay/test_worker_model.py", "tests/replay/test_oracle.py"]
 
 MUTANTS = [
@@ -29,7 +30,7 @@ MUTANTS = [
         "shrinks-from-the-setting",
         "a picture that was never full shrinks from what it might hold",
         "scheduling/prefix_index.py",
-        "believed = min(self._capacity, len(self._blocks))",
+        "believed = min(self._capacity, len(self))",
         "believed = self._capacity",
         ADAPTATION,
     ),
@@ -58,10 +59,34 @@ MUTANTS = [
         ADAPTATION,
     ),
     Mutant(
+        "longer-blocks-for-one",
+        "blocks deep in a prompt take no more room than those at its head: the picture outgrows the worker's cache",
+        "scheduling/prefix_index.py",
+        "return len(self._blocks) + self._excess",
+        "return len(self._blocks)",
+        DEPTH,
+    ),
+    Mutant(
+        "longer-blocks-evicted-as-one",
+        "more of what a worker holds is forgotten than is in the way of a new prompt",
+        "scheduling/prefix_index.py",
+        "evicted += 1 << (block >> 64) if block >= LONGER else 1",
+        "evicted += 1",
+        DEPTH,
+    ),
+    Mutant(
+        "hits-by-number",
+        "cached tokens are counted as if all blocks had one size",
+        "scheduling/lease.py",
+        "self._cached = prompt.ends[cached]",
+        "self._cached = cached",
+        DEPTH,
+    ),
+    Mutant(
         "siblings-for-free",
         "a conversation that begins destroys that of a sibling, where each slot holds one",
         "scheduling/slot_picture.py",
-        "return (len(slot.blocks) - common) * self",
+        "return weigh(slot.blocks[common:]) * self",
         "return 0 * self",
         SLOTS,
     ),

@@ -12,7 +12,7 @@ from asgi_router.extraction import extract
 from asgi_router.observability.events import RequestFinished
 from asgi_router.replay.formats import DEFAULT_OUTPUT, MAX_TOKENS
 from asgi_router.replay.traces import MAX_SPREAD, Trace, read_trace
-from asgi_router.scheduling.prefix_index import block_hashes
+from asgi_router.scheduling.blocks import block_hashes, weigh
 from tests.replay.builders import asked, trace_of
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ def test_mooncake(tmp_path: Path) -> None:
     assert (second.arrival, second.prompt_tokens, second.blocks) == (1.5, 1_024, (7, 8))
     assert trace.block_tokens == 512
     assert trace.broken == []
+
+
+def test_ids_of_any_length_are_blocks_of_one_size(tmp_path: Path) -> None:
+    """Other hashes may have more than 64 bits; the blocks are as long as all others, and told apart."""
+    ids = [2**255 + 9, 2**64 + 7, 2**64 + 8]
+    (request,) = read(tmp_path, mooncake(0, 3 * 512, 5, ids)).requests
+    assert weigh(request.blocks) == len(set(request.blocks)) == 3
 
 
 def test_azure(tmp_path: Path) -> None:
@@ -79,6 +86,13 @@ def test_logged_requests_are_read_by_the_extractor(tmp_path: Path, line: dict[st
     assert len(request.blocks) == 3600 // 512
     assert request.output_tokens == DEFAULT_OUTPUT
     assert (request.message, request.prefix_key) == ("", b"")  # the text itself isn't kept
+
+
+def test_long_texts_are_cut_into_blocks_of_one_size(tmp_path: Path) -> None:
+    """As an engine's are, which the workers of a replay stand for."""
+    messages = [{"role": "user", "content": "Hello, you there! " * 6_000}]
+    (request,) = read(tmp_path, {"timestamp": 5.0, "body": {"messages": messages}}).requests
+    assert weigh(request.blocks) == len(request.blocks) == 108_000 // 512
 
 
 @pytest.mark.parametrize(

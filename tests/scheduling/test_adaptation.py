@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asgi_router.scheduling.blocks import LONGER
 from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.prefix_index import LEAST_CAPACITY, PrefixIndex
 from tests.scheduling.builders import TTL, Clock, prompt, warm, worker
@@ -177,13 +178,16 @@ operations = st.lists(
 )
 
 
-@given(operations, st.integers(0, 120))
-def test_memory_is_bounded_whatever_happens(steps: list[tuple[str, int, int, bool]], capacity: int) -> None:
+@given(operations, st.integers(0, 120), st.booleans())
+def test_memory_is_bounded_whatever_happens(
+    steps: list[tuple[str, int, int, bool]], capacity: int, growing: bool
+) -> None:
     """Held and remembered blocks together stay within the bound, and every pin is given back."""
     index = adaptive(capacity, most=2 * capacity)
-    in_flight: list[range] = []
+    in_flight: list[tuple[int, ...]] = []
     for what, first, count, flag in steps:
-        blocks = range(first * 100 + 1, first * 100 + 1 + count)
+        levels = (at // 10 if growing else 0 for at in range(count))
+        blocks = tuple(first * 100 + at + 1 | level * LONGER for at, level in enumerate(levels))
         if what == "use":
             index.unpin(blocks[: index.pin(blocks)], prefilled=flag)
         elif what == "hold":
@@ -196,6 +200,7 @@ def test_memory_is_bounded_whatever_happens(steps: list[tuple[str, int, int, boo
             index.clear()
         assert index.capacity <= 2 * capacity
         assert len(index) + len(index._evicted) + len(index._evicted_before) <= 2 * capacity
+        assert index.pinned <= len(index) == sum(2 ** (block // LONGER) for block in index._blocks)
 
     for blocks in in_flight:
         index.unpin(blocks, prefilled=True)

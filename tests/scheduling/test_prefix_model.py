@@ -1,6 +1,7 @@
 """Compares the prefix index with a naive model of it, over any order of requests, ends, and passing time.
 
-The model forgets an expired block at once and looks every block up; the index is free to be cleverer.
+The model forgets an expired block at once and looks every block up; the index is free to be cleverer. Blocks deep in a
+prompt may weigh more than one.
 """
 
 from __future__ import annotations
@@ -13,22 +14,34 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from asgi_router.scheduling.blocks import LONGER
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from tests.scheduling.builders import TTL, Clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 DEPTH = 5
 
 
-def chain(path: str) -> tuple[int, ...]:
-    """Return a prompt's blocks, one for each digit: the path in binary behind a 1. `block >> 1` comes before."""
-    return tuple(int("1" + path[: end + 1], 2) for end in range(len(path)))
+def chain(path: str, levels: Sequence[int]) -> tuple[int, ...]:
+    """Return a prompt's blocks, one for each digit: the path in binary behind a 1, and above it the depth's level."""
+    return tuple(int("1" + path[: end + 1], 2) | levels[end] * LONGER for end in range(len(path)))
+
+
+def number(block: int) -> int:
+    """Return a block's path in binary behind a 1: half of it is the number of the block before."""
+    return block % LONGER
+
+
+def weight(blocks: Iterable[int]) -> int:
+    """Return what blocks weigh."""
+    return sum(2 ** (block // LONGER) for block in blocks)
 
 
 paths = st.text("01", min_size=1, max_size=DEPTH)
-LONGEST = [chain(f"{number:0{DEPTH}b}") for number in range(2**DEPTH)]  # every other prompt is the head of one
+LONGEST = [f"{number:0{DEPTH}b}" for number in range(2**DEPTH)]  # every other prompt is the head of one
+LEVELS = [(0,) * DEPTH, (0, 0, 1, 1, 2), (0, 1, 2, 2, 3)]
 
 
 @dataclass
@@ -63,19 +76,21 @@ class Model:
 
     def pin(self, blocks: Sequence[int]) -> int:
         for count, block in enumerate(blocks):
-            if block not in self.blocks and not self.make_room():
+            if block not in self.blocks and not self.make_room(weight([block])):
                 return count
             self.blocks.setdefault(block, Block()).requests += 1
 
         return len(blocks)
 
-    def make_room(self) -> bool:
-        """Forget the least recently used block if there is no room; tell whether there is room now."""
-        idle = [block for block, known in self.blocks.items() if not known.requests]
-        if len(self.blocks) >= self.capacity and idle:
-            del self.blocks[min(idle, key=lambda block: self.blocks[block].turn)]
+    def make_room(self, wanted: int) -> bool:
+        """Forget the least recently used blocks until there is room; none, and say so, if that would not help."""
+        idle = sorted((b for b, known in self.blocks.items() if not known.requests), key=lambda b: self.blocks[b].turn)
+        if weight(self.blocks) - weight(idle) + wanted > self.capacity:
+            return False
 
-        return len(self.blocks) < self.capacity
+        while weight(self.blocks) + wanted > self.capacity:
+            del self.blocks[idle.pop(0)]
+        return True
 
     def unpin(self, blocks: Sequence[int], *, prefilled: bool) -> None:
         for block in reversed(blocks):
@@ -93,15 +108,17 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     in_flight: Bundle[tuple[int, ...]] = Bundle("in_flight")
 
-    @initialize(capacity=st.integers(0, 12))
-    def start(self, capacity: int) -> None:
+    @initialize(capacity=st.integers(0, 12), levels=st.sampled_from(LEVELS))
+    def start(self, capacity: int, levels: tuple[int, ...]) -> None:
+        self.levels = levels
+        self.longest = [chain(path, levels) for path in LONGEST]
         self.clock = Clock()
         self.index = PrefixIndex(capacity, TTL, self.clock)
         self.model = Model(capacity, self.clock)
 
     @rule(path=paths, target=in_flight)
     def begin(self, path: str) -> tuple[int, ...]:
-        blocks = chain(path)
+        blocks = chain(path, self.levels)
         count = self.index.pin(blocks)
         assert count == self.model.pin(blocks)
         return blocks[:count]
@@ -114,8 +131,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(path=paths)
     def fail_at_once(self, path: str) -> None:
         """A request that fails changes nothing that matches, unless its blocks took the room of others."""
-        blocks = chain(path)
-        room = len(self.index) + len(blocks) <= self.model.capacity
+        blocks = chain(path, self.levels)
+        room = len(self.index) + weight(blocks) <= self.model.capacity
         before = list(self.matches())
         count = self.index.pin(blocks)
         assert count == self.model.pin(blocks)
@@ -129,27 +146,27 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.model.pass_time()
 
     def matches(self) -> Iterator[int]:
-        return (self.index.match(blocks, len(blocks)) for blocks in LONGEST)
+        return (self.index.match(blocks, len(blocks)) for blocks in self.longest)
 
     @invariant()
     def matches_like_the_model(self) -> None:
-        for blocks, held in zip(LONGEST, self.matches(), strict=True):
+        for blocks, held in zip(self.longest, self.matches(), strict=True):
             assert held == self.model.match(blocks)
             for limit in range(DEPTH):
                 assert self.index.match(blocks, limit) == min(held, limit)
 
     @invariant()
     def keeps_the_capacity(self) -> None:
-        assert len(self.model.blocks) <= len(self.index) <= self.model.capacity
+        assert weight(self.model.blocks) <= weight(self.index._blocks) == len(self.index) <= self.model.capacity
 
     @invariant()
     def counts_what_is_pinned(self) -> None:
-        assert self.index.pinned == sum(1 for known in self.model.blocks.values() if known.requests)
+        assert self.index.pinned == weight(block for block, known in self.model.blocks.items() if known.requests)
 
     @invariant()
     def has_all_blocks_before_a_block(self) -> None:
         """Rule 1, in the table itself. Only a block that has expired may have lost its head."""
-        table = self.index._blocks
+        table = {number(block): state for block, state in self.index._blocks.items()}
         pinned = {1} | {block for block, state in table.items() if state > 0}
         for block, state in table.items():
             if state > 0:
@@ -160,7 +177,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @invariant()
     def puts_heads_behind_tails(self) -> None:
         """The order of eviction: a head is never ahead of a block that follows it."""
-        order = {block: at for at, (block, state) in enumerate(self.index._blocks.items()) if state <= 0}
+        order = {number(block): at for at, (block, state) in enumerate(self.index._blocks.items()) if state <= 0}
         for block, at in order.items():
             assert order.get(block >> 1, at + 1) > at
 

@@ -6,19 +6,34 @@ The model has its slots in the order in which they were used last, and a line of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from asgi_router.scheduling.blocks import LONGER
 from asgi_router.scheduling.slot_picture import SlotPicture
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Blocks = tuple[int, ...]
 
 
 def chain(path: str) -> Blocks:
-    """Return a prompt's blocks, one for each digit: the path behind a 1, as a number."""
-    return tuple(int("1" + path[: end + 1], 3) for end in range(len(path)))
+    """Return a prompt's blocks, one for each digit: the path behind a 1, as a number. Each fourth one doubles them."""
+    return tuple(int("1" + path[: end + 1], 3) | end // 4 * LONGER for end in range(len(path)))
+
+
+def weight(blocks: Iterable[int]) -> int:
+    """Return what blocks weigh."""
+    return sum(2 ** (block // LONGER) for block in blocks)
+
+
+def head(blocks: Blocks, limit: int) -> Blocks:
+    """Return the first blocks, of which all together weigh no more than this."""
+    return tuple(block for at, block in enumerate(blocks) if weight(blocks[: at + 1]) <= limit)
 
 
 PATHS = st.text("01", max_size=12)
@@ -43,7 +58,7 @@ class SlotPictureMachine(RuleBasedStateMachine):
 
     in_flight: Bundle[Blocks] = Bundle("in_flight")
 
-    @initialize(slots=st.integers(1, 4), limit=st.integers(0, 14))
+    @initialize(slots=st.integers(1, 4), limit=st.integers(0, 30))
     def start(self, slots: int, limit: int) -> None:
         self.limit = limit
         self.picture = SlotPicture(slots, slots * limit)
@@ -53,13 +68,13 @@ class SlotPictureMachine(RuleBasedStateMachine):
     def slot_for(self, blocks: Blocks) -> Slot:
         idle = [slot for slot in self.slots if not slot.at_work] or self.slots
         most = max(slot.common(blocks) for slot in idle)
-        if 10 * most <= len(blocks):
+        if 10 * weight(blocks[:most]) <= weight(blocks):
             return idle[0]
         return min((slot for slot in idle if slot.common(blocks) == most), key=lambda slot: slot.number)
 
     @rule(path=PATHS, target=in_flight)
     def begin(self, path: str) -> Blocks:
-        blocks = chain(path)[: self.limit]
+        blocks = head(chain(path), self.limit)
         assert self.picture.pin(chain(path)) == len(blocks)
         self.line.append(blocks)
         self.serve()
@@ -68,10 +83,11 @@ class SlotPictureMachine(RuleBasedStateMachine):
     @rule(blocks=consumes(in_flight), prefilled=st.booleans())
     def end(self, blocks: Blocks, prefilled: bool) -> None:
         self.picture.unpin(blocks, prefilled=prefilled)
-        slot = next((slot for slot in self.slots if blocks in slot.at_work), None)
-        if slot is None:
+        at_it = [slot for slot in self.slots if blocks in slot.at_work]
+        if not at_it:
             self.line.remove(blocks)
             return
+        slot = min(at_it, key=lambda slot: slot.number)  # of equals, the one that the picture takes
         slot.at_work.clear()
         if prefilled:
             slot.sequence = blocks
@@ -102,16 +118,16 @@ class SlotPictureMachine(RuleBasedStateMachine):
         """No more than what is behind the common prefix, and nothing only where that is nothing."""
         for blocks in PROMPTS:
             slot = self.slot_for(blocks)
-            behind = len(slot.at_work[0] if slot.at_work else slot.sequence) - slot.common(blocks)
+            behind = weight((slot.at_work[0] if slot.at_work else slot.sequence)[slot.common(blocks) :])
             assert 0 <= self.picture.lost(blocks) <= behind
             assert (self.picture.lost(blocks) == 0) == (behind == 0)
 
     @invariant()
     def counts_what_is_held(self) -> None:
         at_work = [blocks for slot in self.slots for blocks in slot.at_work]
-        assert self.picture.pinned == sum(map(len, at_work + self.line))
+        assert self.picture.pinned == sum(map(weight, at_work + self.line))
         idle = [slot.sequence for slot in self.slots if not slot.at_work]
-        assert len(self.picture) == sum(map(len, at_work + idle)) <= self.picture.capacity
+        assert len(self.picture) == sum(map(weight, at_work + idle)) <= self.picture.capacity
 
 
 SlotPictureMachine.TestCase.settings = settings(
