@@ -51,8 +51,10 @@ class Scheduler:
         self._max_concurrent = max_concurrent
         self._sessions = sessions
         self._on_release = on_release
-        scale = scales.of if scales else lambda request: 1.0
-        self._cut = cut or (lambda request: Prompt(request, block_bytes, max_blocks, scale(request)))
+        self._block_bytes = block_bytes
+        self._max_blocks = max_blocks
+        self._scales = scales
+        self._cut = cut or self._blocks_of
 
     def select(
         self,
@@ -86,34 +88,32 @@ class Scheduler:
                 raise AllBusy("All workers are busy.")
 
         prompt = self._cut(request)
+        sessions = self._sessions if request.session_id else None
         if len(candidates) == 1:
             worker, prompt.reason = candidates[0], "only_candidate"
-        elif (pinned := self._pinned(request, candidates)) is not None:
+        elif sessions is not None and (pinned := sessions.worker_for(request, candidates)) is not None:
             worker, prompt.reason = pinned, "session"
         else:
             prompt.reason = self._policy_name
             worker = self._policy.choose(candidates, prompt)
-        self._pin(request, worker)
+        if sessions is not None:
+            sessions.note(request, worker)
         return Lease(worker, prompt, self._on_release, reason=prompt.reason, candidates=len(candidates))
 
     def place(self, worker: WorkerState, request: CompletionRequest, reason: str) -> Lease:
         """Return a lease on a worker that was chosen elsewhere, however busy it is."""
         prompt = self._cut(request)
-        self._pin(request, worker)
+        if self._sessions is not None and request.session_id:
+            self._sessions.note(request, worker)
         return Lease(worker, prompt, self._on_release, reason=reason)
 
     def has_room(self, worker: WorkerState) -> bool:
         """Tell whether a worker has fewer requests in flight than it may have."""
         return self._max_concurrent is None or worker.requests < self._max_concurrent
 
-    def _pinned(self, request: CompletionRequest, candidates: Collection[WorkerState]) -> WorkerState | None:
-        if self._sessions is None or not request.session_id:
-            return None
-        return self._sessions.worker_for(request, candidates)
-
-    def _pin(self, request: CompletionRequest, worker: WorkerState) -> None:
-        if self._sessions is not None and request.session_id:
-            self._sessions.note(request, worker)
+    def _blocks_of(self, request: CompletionRequest) -> Prompt:
+        scale = 1.0 if self._scales is None else self._scales.of(request)
+        return Prompt(request, self._block_bytes, self._max_blocks, scale)
 
     def able(
         self,
