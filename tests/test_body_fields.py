@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from asgi_router.body_fields import FREE_BYTES
 from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, MAX_PIECES
@@ -34,12 +35,17 @@ def read(fields: dict[str, object], path: str = CHAT, pad: str = PAD) -> Complet
     return extract(large(json.dumps(fields).encode(), pad), path)
 
 
+def known(request: CompletionRequest) -> tuple[CompletionRequest, tuple[str, ...]]:
+    """All that is known of a request, without its body."""
+    return replace(request, body=b""), request.texts
+
+
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(REQUEST, st.sampled_from(PATHS))
 def test_size_makes_no_difference(fields: dict[str, object], path: str) -> None:
     """A large body is read as a small one, whatever stands where a string or a list is expected."""
     body = json.dumps(fields).encode()
-    assert extract(large(body), path) == extract(body, path)
+    assert known(extract(large(body), path)) == known(extract(body, path))
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -48,7 +54,8 @@ def test_size_makes_no_difference_to_chats(chat: list[dict[str, object]], fields
     """Chats as engines take them, with tools, calls and media, are read the same in a large body full of values."""
     # Halves of emojis are replaced in large bodies only.
     body = json.dumps({**fields, "model": "m", "messages": chat}, ensure_ascii=False).encode("utf-8", "replace")
-    assert extract(large(body), CHAT) == extract(body, CHAT) == extract(large(body, DENSE), CHAT)
+    small = known(extract(body, CHAT))
+    assert known(extract(large(body), CHAT)) == known(extract(large(body, DENSE), CHAT)) == small
 
 
 PART_KINDS = [
@@ -88,7 +95,7 @@ PART_KINDS = [
 def test_size_makes_no_difference_to_parts(part: object) -> None:
     """Each kind of content part has the same key in a large body."""
     fields: dict[str, object] = {"messages": [user([text("b"), part])]}
-    assert read(fields) == extract(json.dumps(fields).encode(), CHAT)
+    assert known(read(fields)) == known(extract(json.dumps(fields).encode(), CHAT))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])

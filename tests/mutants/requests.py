@@ -79,8 +79,8 @@ MUTANTS = [
         "empty-message",
         "the seed's other fault: selection sees nothing of the prompt",
         "extraction.py",
-        "        key = chat_key(fields)\n",
-        "        key = prompt_key(fields)\n",
+        "    key = chat_key(fields) if is_chat else prompt_key(fields)\n",
+        "    key = prompt_key(fields)\n",
         ["tests/test_seed_contract.py"],
     ),
     Mutant(
