@@ -46,6 +46,7 @@ _TOKEN_IDS = b"\xfei"
 _UNKNOWN = b"\xfe?"
 _NO_NAME = _FIELD + _FIELD
 _HEADS = {role: _RECORD + role.encode() + _NO_NAME for role in ("system", "developer", "user", "assistant", "tool")}
+_LONG_TEXT = 1_000  # bytes; for shorter ones it isn't worth the trouble
 _BATCH_BREAK = 0xFFFFFFFF  # between the prompts of a batch of token-id prompts; no vocabulary is that large
 
 # By these vLLM and SGLang keep apart what would otherwise share a cache.
@@ -82,7 +83,10 @@ def text_tokens(size: int) -> int:
 
 
 def chat_key(fields: Fields) -> PrefixKey:
-    """Return the key of a chat completion request."""
+    """Return the key of a chat completion request.
+
+    Long texts are taken out of the messages on the way: a text, its bytes and the key would be three times the prompt.
+    """
     space = b""
     out = _Pieces()
     # Nearly all requests have none of these; each is looked at by name since a loop would take as long as all the rest.
@@ -206,6 +210,8 @@ def _add_message(out: _Pieces, message: object) -> None:
         head = _RECORD + _scalar(role) + _FIELD + _scalar(name) + _FIELD
     if isinstance(content, str):
         text = _text(content)
+        if len(text) > _LONG_TEXT:
+            message.content = content = None
         out.pieces += head, text
         out.size += len(head) + len(text)
     else:

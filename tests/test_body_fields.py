@@ -58,6 +58,37 @@ def test_size_makes_no_difference_to_chats(chat: list[dict[str, object]], fields
     assert known(extract(large(body), CHAT)) == known(extract(large(body, DENSE), CHAT)) == small
 
 
+SHORT = {'"': r"\"", "\\": r"\\", "/": r"\/", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def spellings(character: str) -> list[str]:
+    """The ways in which JSON may spell a character."""
+    units = character.encode("utf-16-be")
+    escaped = "".join(rf"\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+    plain = [] if character in '"\\' or character < " " else [character]
+    return [escaped, escaped[:2] + escaped[2:6].upper() + escaped[6:], *plain, *filter(None, [SHORT.get(character)])]
+
+
+SPELLED = st.lists(
+    st.sampled_from([*SHORT, "a", "u", " ", "\0", "\x1b", "\x7f", "é", "你", "\ufffe", "🙂"]), max_size=12
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(SPELLED, st.data())
+def test_spelling_makes_no_difference(characters: list[str], data: st.DataObject) -> None:
+    """A text has one key and one length, however a client's serializer escapes it, in bodies of any size."""
+    spelled = "".join(data.draw(st.sampled_from(spellings(character))) for character in characters)
+    chat = f'{{"messages":[{{"role":"user","content":"{spelled}"}},{{"content":[{{"text":"{spelled}"}}]}}]}}'.encode()
+    said = "".join(characters)
+    for body, path, fields in (
+        (chat, CHAT, {"messages": [user(said), {"content": [{"text": said}]}]}),
+        (f'{{"prompt":"{spelled}"}}'.encode(), TEXT, {"prompt": said}),
+    ):
+        expected = known(extract(json.dumps(fields).encode(), path))
+        assert known(extract(body, path)) == known(extract(large(body), path)) == expected
+
+
 PART_KINDS = [
     text("a"),
     {"text": "a"},

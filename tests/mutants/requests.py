@@ -84,6 +84,14 @@ MUTANTS = [
         ["tests/test_seed_contract.py"],
     ),
     Mutant(
+        "prompt-kept",
+        "the prompt is held in memory for as long as its answer takes",
+        "extraction.py",
+        '            body=b"",\n',
+        "",
+        ["tests/test_extraction.py"],
+    ),
+    Mutant(
         "lease-stays-on-retry",
         "the lease on a worker that refused the connection is forgotten",
         "dispatcher.py",
