@@ -253,7 +253,10 @@ def _add_parts(out: _Pieces, parts: list[object]) -> None:
         name = kind if isinstance(kind, str) and kind in part else "text"
         value = part.get(name)
         if isinstance(value, str) and name in _TEXT_PARTS:
-            out.add(_text(value))
+            text = _text(value)
+            if len(text) > _LONG_TEXT:
+                part[name] = value = None
+            out.add(text)
         else:
             out.add(_FIELD + _media_digest(part, name, value) + _FIELD)
             out.media += 1

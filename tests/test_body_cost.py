@@ -15,7 +15,7 @@ import pytest
 
 from asgi_router.errors import InvalidRequest
 from asgi_router.extraction import extract
-from tests.prompts import CHAT, TEXT, user
+from tests.prompts import CHAT, TEXT, text, user
 
 SIZE = 2_000_000
 LIMIT = 200
@@ -72,10 +72,13 @@ def test_no_body_costs_much(name: str) -> None:
     assert cost(body, TEXT if b'"prompt"' in body[:20] else CHAT) < LIMIT * cost(text, TEXT)
 
 
-@pytest.mark.parametrize("length", [2_000, 100_000, 1_000_000])
-def test_a_prompt_is_not_kept_twice(length: int) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("length", [5_000, 100_000, 1_000_000])
+def test_a_prompt_is_not_kept_twice(length: int, in_parts: bool) -> None:
     """Of a long chat its key is kept, beside the body; while it is read, never more than two and a half copies."""
-    body = json.dumps({"messages": [user("so it\ngoes" * (length // 10))] * (1_000_000 // length)}).encode()
+    said, times = "so it\ngoes" * (length // 10), 1_000_000 // length
+    messages = [user([text(said)] * times)] if in_parts else [user(said)] * times
+    body = json.dumps({"messages": messages}).encode()
     extract(body, CHAT)  # what is made once, by the first
     tracemalloc.start()
     try:
