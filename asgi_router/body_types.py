@@ -96,20 +96,33 @@ else:
 
 
 class Message(Struct, gc=False):
+    """What the router reads of a message: a field's value, or None if it is absent."""
+
+    role: object = None
+    content: object = None
+    name: object = None
+    reasoning_content: object = None
+    reasoning: object = None
+    tool_calls: object = None
+    function_call: object = None
+    tool_call_id: object = None
+
+
+class TypedMessage(Message, gc=False):
     role: str | None = None
-    name: str | None = None
     content: str | Parts | None = None
+    name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_call_id: str | None = None
     tool_calls: Raw = Raw()
     function_call: Raw = Raw()
+    tool_call_id: str | None = None
 
 
 if not TYPE_CHECKING:
     Messages = defstruct(
         "Messages",
-        [(f"message_{number}", Message, None) for number in range(MAX_MESSAGES)],
+        [(f"message_{number}", TypedMessage, None) for number in range(MAX_MESSAGES)],
         namespace={"__post_init__": _count_messages},
         array_like=True,
         gc=False,
@@ -117,10 +130,6 @@ if not TYPE_CHECKING:
     Batch = defstruct(
         "Batch", [(f"ids_{number}", list[int], None) for number in range(MAX_MESSAGES)], array_like=True, gc=False
     )
-
-
-OTHER_TEXTS = ("name", "reasoning_content", "reasoning", "tool_call_id")
-CALLS = ("tool_calls", "function_call")
 
 
 class RawFields(Struct):

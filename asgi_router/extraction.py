@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from asgi_router.body_fields import read_fields
-from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS
+from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, Message
 from asgi_router.errors import InvalidRequest
 from asgi_router.prefix_key import chat_key, prompt_key, text_tokens
 
@@ -35,29 +35,44 @@ class CompletionRequest(Struct, frozen=True):
     """Top-level `session_id`, else `extra_body.session_id`; empty if neither is a non-empty string."""
     prompt_tokens: int
     """Estimated, at least 1: a token-id prompt counts exactly, text as one token for four bytes of UTF-8."""
-    texts: tuple[str, ...]
-    """The prompt's texts as the client wrote them. Empty for token ids and images alone."""
     prefix_key: bytes
     """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
     request_id: str = ""
     """The body's `request_id`, by which FastDeploy knows the request; empty if it has none that is a string."""
     text_only: bool = False
     """The prompt is text and nothing else, so that `prompt_tokens` is a guess from its length."""
+    body: bytes = b""
+    """What `texts` are read from: the request's body, or nothing once they are of no more use."""
+    is_chat: bool = False
+    """The prompt is the body's `messages`, and not its `prompt`."""
 
     def __repr__(self) -> str:
         return f"<CompletionRequest for {self.model!r}: {self.prompt_tokens} tokens>"
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        """The prompt's texts as the client wrote them. Empty for token ids and images alone.
+
+        The body is parsed anew whenever they are asked for: no policy of ours does, and a long prompt's texts, kept
+        beside its key and its body, would take as much memory again.
+        """
+        if not self.body:
+            return ()
+
+        fields = read_fields(self.body)
+        return tuple(_chat_texts(fields.messages) if self.is_chat else _prompt_texts(fields.prompt))
+
+    @property
     def message(self) -> str:
-        """The prompt's text: its texts, trimmed, joined by one space. They are joined anew whenever it is asked for."""
+        """The prompt's text: its texts, trimmed, joined by one space. Made anew whenever it is asked for."""
         return " ".join(stripped for text in self.texts if (stripped := text.strip()))
 
     def without_text(self) -> CompletionRequest:
         """Return what is still of use when the answer has begun. Names that are too long to be shown go, too."""
         return replace(
             self,
-            texts=(),
             prefix_key=b"",
+            body=b"",
             model=self.model if len(self.model) <= LONG else "",
             session_id=self.session_id if len(self.session_id) <= LONG else "",
             request_id="",
@@ -77,11 +92,11 @@ def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionReq
     Raises:
         InvalidRequest: the body is not a JSON object, or is nested more deeply than the interpreter can read.
     """
-    if content_encoding.strip().lower() not in ("", "identity"):
-        return CompletionRequest("", False, "", text_tokens(len(body)), (), b"")
+    if content_encoding and content_encoding.strip().lower() not in ("", "identity"):
+        return CompletionRequest("", False, "", text_tokens(len(body)), b"")
 
     try:
-        return _read(read_fields(body), path)
+        return _read(body, path)
     except RecursionError:
         raise InvalidRequest("The request body is nested too deeply.") from None
     except ValueError:
@@ -90,27 +105,23 @@ def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionReq
         raise InvalidRequest("The request body is not valid JSON.") from None
 
 
-def _read(fields: Fields, path: str) -> CompletionRequest:
-    messages = fields.messages
+def _read(body: bytes, path: str) -> CompletionRequest:
+    fields = read_fields(body)
     is_chat = path.endswith("/chat/completions") or (
-        not path.endswith("/completions") and isinstance(messages, list | Raw)
+        not path.endswith("/completions") and isinstance(fields.messages, list | Raw)
     )
-    if is_chat:
-        texts = _chat_texts(messages)
-        key = chat_key(fields)
-    else:
-        texts = _prompt_texts(fields.prompt)
-        key = prompt_key(fields)
-
+    key = chat_key(fields) if is_chat else prompt_key(fields)
+    model, request_id = fields.model, fields.request_id
     return CompletionRequest(
-        model=fields.model if isinstance(fields.model, str) else "",
-        stream=fields.stream is True,
-        session_id=_session_id(fields),
-        prompt_tokens=key.tokens,
-        texts=tuple(texts),
-        prefix_key=key.key,
-        request_id=fields.request_id if isinstance(fields.request_id, str) else "",
-        text_only=key.text_only,
+        model if isinstance(model, str) else "",
+        fields.stream is True,
+        _session_id(fields) if fields.session_id or fields.extra_body else "",
+        key.tokens,
+        key.key,
+        request_id if isinstance(request_id, str) else "",
+        key.text_only,
+        body,
+        is_chat,
     )
 
 
@@ -128,7 +139,7 @@ def _chat_texts(messages: object) -> list[str]:
     """Return the texts of a chat in order: string contents, and the `text` of parts whose type is text."""
     texts: list[str] = []
     for message in islice(messages, MAX_MESSAGES) if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
+        content = message.content if isinstance(message, Message) else None
         if isinstance(content, str):
             texts.append(content)
         elif isinstance(content, list):

@@ -18,12 +18,12 @@ import hashlib
 import json
 import sys
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 from msgspec.json import Encoder
 
-from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, MAX_PIECES
+from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, MAX_PIECES, Message
 
 if TYPE_CHECKING:
     from asgi_router.body_fields import Fields
@@ -45,6 +45,8 @@ _RECORD = b"\xff"
 _TOKEN_IDS = b"\xfei"
 _UNKNOWN = b"\xfe?"
 _NO_NAME = _FIELD + _FIELD
+_HEADS = {role: _RECORD + role.encode() + _NO_NAME for role in ("system", "developer", "user", "assistant", "tool")}
+_LONG_TEXT = 1_000  # bytes; for shorter ones it isn't worth the trouble
 _BATCH_BREAK = 0xFFFFFFFF  # between the prompts of a batch of token-id prompts; no vocabulary is that large
 
 # By these vLLM and SGLang keep apart what would otherwise share a cache.
@@ -67,7 +69,7 @@ _ENCODER = Encoder()
 _LENIENT_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
 
 
-class PrefixKey(NamedTuple):
+class PrefixKey(Struct, frozen=True, gc=False):
     """The bytes of a prompt, and its estimated tokens: those of its media don't show in the bytes."""
 
     key: bytes
@@ -77,27 +79,45 @@ class PrefixKey(NamedTuple):
 
 def text_tokens(size: int) -> int:
     """Return the estimated tokens, at least 1, of `size` bytes of text."""
-    return max(1, -(-size // BYTES_PER_TOKEN))
+    return -(-size // BYTES_PER_TOKEN) or 1
 
 
 def chat_key(fields: Fields) -> PrefixKey:
-    """Return the key of a chat completion request."""
-    space = _named_fields(fields, _CACHE_SPACE)
+    """Return the key of a chat completion request.
+
+    Long texts are taken out of the messages on the way: a text, its bytes and the key would be three times the prompt.
+    """
+    space = b""
     out = _Pieces()
-    out.add(_named_fields(fields, _TEMPLATE_INPUT))
+    # Nearly all requests have none of these; each is looked at by name since a loop would take as long as all the rest.
+    if (
+        fields.tools
+        or fields.chat_template_kwargs
+        or fields.reasoning_effort
+        or fields.cache_salt
+        or fields.extra_key
+        or fields.lora_path
+        or fields.functions
+        or fields.documents
+        or fields.chat_template
+    ):
+        space = _named_fields(fields, _CACHE_SPACE)
+        out.add(_named_fields(fields, _TEMPLATE_INPUT))
     messages = fields.messages
-    if isinstance(messages, Raw):
+    whole = True  # of a chat that was not read whole, the length is no length to learn from
+    if isinstance(messages, list):
+        for message in messages if len(messages) < MAX_MESSAGES else messages[:MAX_MESSAGES]:
+            if out.size > MAX_KEY_BYTES or out.count > MAX_PIECES:
+                break
+
+            _add_message(out, message)
+        whole = len(messages) < MAX_MESSAGES and out.count <= MAX_PIECES
+    elif isinstance(messages, Raw):
         out.add(_RECORD + _UNKNOWN + _json(messages))
-    for message in islice(messages, MAX_MESSAGES) if isinstance(messages, list) else ():
-        if out.size > MAX_KEY_BYTES or out.count > MAX_PIECES:
-            break
+        whole = False
 
-        _add_message(out, message)
-
-    # Of a chat that was not read whole, the length is no length to learn from.
-    whole = not isinstance(messages, list) or (len(messages) < MAX_MESSAGES and out.count <= MAX_PIECES)
-    text_only = whole and not out.media and not isinstance(messages, Raw)
-    return PrefixKey(space + b"".join(out.pieces), text_tokens(out.size) + out.media * MEDIA_TOKENS, text_only)
+    tokens = text_tokens(out.size) + out.media * MEDIA_TOKENS
+    return PrefixKey(space + b"".join(out.pieces), tokens, whole and not out.media)
 
 
 def prompt_key(fields: Fields) -> PrefixKey:
@@ -169,8 +189,7 @@ class _Pieces:
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
-        self.size = 0
-        self.media = 0
+        self.size = self.media = 0
         self.count = 0  # messages and their parts
 
     def add(self, piece: bytes) -> None:
@@ -180,26 +199,37 @@ class _Pieces:
 
 def _add_message(out: _Pieces, message: object) -> None:
     out.count += 1
-    if not isinstance(message, dict):
+    if not isinstance(message, Message):
         out.add(_RECORD + _json(message))
         return
 
-    role, content = message.get("role"), message.get("content")
-    if len(message) == 2 and isinstance(role, str) and isinstance(content, str):
-        # Nearly all messages, at half the cost.
-        head, text = _RECORD + _text(role) + _NO_NAME, _text(content)
+    role, name, content = message.role, message.name, message.content
+    # Nearly all messages begin with one of a few heads, and are one text.
+    head = _HEADS.get(role) if isinstance(role, str) and name is None else None
+    if head is None:
+        head = _RECORD + _scalar(role) + _FIELD + _scalar(name) + _FIELD
+    if isinstance(content, str):
+        text = _text(content)
+        if len(text) > _LONG_TEXT:
+            message.content = content = None
         out.pieces += head, text
         out.size += len(head) + len(text)
-        return
-
-    out.add(_RECORD + _scalar(role) + _FIELD + _scalar(message.get("name")) + _FIELD)
-    if isinstance(content, list):
-        _add_parts(out, content)
     else:
-        out.add(_scalar(content))
-    for name in _MESSAGE_INPUT:
-        if value := message.get(name):
-            out.add(_FIELD + name.encode() + _FIELD + _scalar(value))
+        out.add(head)
+        if isinstance(content, list):
+            _add_parts(out, content)
+        else:
+            out.add(_scalar(content))
+    if (
+        message.reasoning_content
+        or message.reasoning
+        or message.tool_calls
+        or message.function_call
+        or message.tool_call_id
+    ):
+        for field in _MESSAGE_INPUT:
+            if value := getattr(message, field):
+                out.add(_FIELD + field.encode() + _FIELD + _scalar(value))
 
 
 def _add_parts(out: _Pieces, parts: list[object]) -> None:
@@ -223,7 +253,10 @@ def _add_parts(out: _Pieces, parts: list[object]) -> None:
         name = kind if isinstance(kind, str) and kind in part else "text"
         value = part.get(name)
         if isinstance(value, str) and name in _TEXT_PARTS:
-            out.add(_text(value))
+            text = _text(value)
+            if len(text) > _LONG_TEXT:
+                part[name] = value = None
+            out.add(text)
         else:
             out.add(_FIELD + _media_digest(part, name, value) + _FIELD)
             out.media += 1
@@ -247,8 +280,10 @@ def _scalar(value: object) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    # JSON can spell half a surrogate pair ("\ud800"), which strict UTF-8 refuses to encode.
-    return text.encode("utf-8", "surrogatepass")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell ("\ud800")
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _json(value: object) -> bytes:

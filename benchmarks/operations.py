@@ -74,6 +74,7 @@ def extraction(name: str, body: bytes, times: int) -> Operation:
 
 def extractions() -> list[Operation]:
     return [
+        extraction("extract 200 B", chat_body(100), 600),
         extraction("extract 4 KB", chat_body(4 * KB), 150),
         extraction("extract 100 KB", chat_body(100 * KB), 10),
         extraction("extract 1 MB", chat_body(MB), 1),

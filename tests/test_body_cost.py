@@ -1,4 +1,4 @@
-"""Owns the proof that no body takes much longer to read than another of its size, whatever it is made of.
+"""Owns the proof that no body takes much longer to read than another of its size, whatever it is made of; nor memory.
 
 Processor time is compared, of this thread alone, and as a multiple of what a plain text takes: 3 to 40 times as much,
 where a parser that builds everything takes 50 to 2,000 times.
@@ -6,14 +6,16 @@ where a parser that builds everything takes 50 to 2,000 times.
 
 from __future__ import annotations
 
+import json
 import time
+import tracemalloc
 from contextlib import suppress
 
 import pytest
 
 from asgi_router.errors import InvalidRequest
 from asgi_router.extraction import extract
-from tests.prompts import CHAT, TEXT
+from tests.prompts import CHAT, TEXT, text, user
 
 SIZE = 2_000_000
 LIMIT = 200
@@ -68,3 +70,23 @@ def test_no_body_costs_much(name: str) -> None:
     body = BODIES[name]
     text = filled('{"prompt": "%s"}', "a ", "")
     assert cost(body, TEXT if b'"prompt"' in body[:20] else CHAT) < LIMIT * cost(text, TEXT)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("length", [5_000, 100_000, 1_000_000])
+def test_a_prompt_is_not_kept_twice(length: int, in_parts: bool) -> None:
+    """Of a long chat its key is kept, beside the body; while it is read, never more than two and a half copies."""
+    said, times = "so it\ngoes" * (length // 10), 1_000_000 // length
+    messages = [user([text(said)] * times)] if in_parts else [user(said)] * times
+    body = json.dumps({"messages": messages}).encode()
+    extract(body, CHAT)  # what is made once, by the first
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        request = extract(body, CHAT)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(request.prefix_key) >= 1_000_000
+    assert kept - before < 1.1 * len(body)
+    assert peak - before < 2.6 * len(body)

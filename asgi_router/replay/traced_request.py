@@ -36,7 +36,6 @@ def traced(
         stream=True,
         session_id=session_id,
         prompt_tokens=tokens,
-        texts=(),
         prefix_key=b"",
         arrival=arrival,
         output_tokens=max(1, output_tokens),

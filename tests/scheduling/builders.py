@@ -79,7 +79,6 @@ def request(key: bytes | str, *, model: str = "", tokens: int | None = None) -> 
         stream=False,
         session_id="",
         prompt_tokens=max(1, -(-len(key) // BYTES_PER_TOKEN)) if tokens is None else tokens,
-        texts=(),
         prefix_key=key,
     )
 

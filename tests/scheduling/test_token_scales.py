@@ -11,7 +11,7 @@ from asgi_router.scheduling.token_scales import LARGEST, MAX_MODELS, SMALLEST, T
 
 def asked(tokens: int = 1_000, *, model: str = "m", text_only: bool = True) -> CompletionRequest:
     """Return a request whose prompt is estimated to have so many tokens."""
-    return CompletionRequest(model, False, "", tokens, (), b"x" * tokens * 4, text_only=text_only)
+    return CompletionRequest(model, False, "", tokens, b"x" * tokens * 4, text_only=text_only)
 
 
 def test_the_first_count_is_believed() -> None:
