@@ -1,8 +1,8 @@
 """Owns how a prompt is cut into blocks: where they end, by which ids they are known, and what they weigh.
 
 1. Lengths are counted in blocks of the base size. The first `EVEN` blocks have that size; behind them every doubling
-   of the position has `EVEN / 2` blocks. So a block is never longer than 1/32 of what precedes it: what a match falls
-   short by is little beside what it finds, and a megabyte has hundreds of blocks in place of thousands.
+   of the position has `EVEN / 2` blocks. So a block is never longer than 1/16 of what precedes it: what a match falls
+   short by is little beside what it finds, and a megabyte has a hundred blocks in place of two thousand.
 2. A block's id is a hash chained over all that precedes it, so an equal id means an equal prefix. Above the hash, from
    the 64th bit on, stands a level: the block weighs `2**level`, in blocks of the base size. All ids below `LONGER`
    are of level 0, whatever number they are: those of traces, too.
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EVEN = 64
-"""Blocks of the base size at the head of a prompt: 32 KB by default."""
+EVEN = 32
+"""Blocks of the base size at the head of a prompt: 16 KB by default, which is 4,096 tokens."""
 
 LONGER = 1 << 64
 """The ids of longer blocks begin here."""

@@ -29,30 +29,30 @@ def weight_of(block: int) -> int:
 
 
 def test_the_sizes_of_blocks() -> None:
-    """64 of the base size; behind them each doubling has 32, so that a megabyte has some two hundred."""
-    assert ENDS[:66] == (*range(65), 66)
-    assert [ENDS[64 + 32 * doubling] for doubling in range(6)] == [64, 128, 256, 512, 1024, 2048]
-    assert whole_blocks(2**20 // 512) == 64 + 5 * 32
-    assert whole_blocks(100_000 // 512) == 112
+    """32 of the base size; behind them each doubling has 16, so that a megabyte has some hundred."""
+    assert ENDS[:34] == (*range(33), 34)
+    assert [ENDS[32 + 16 * doubling] for doubling in range(7)] == [32, 64, 128, 256, 512, 1024, 2048]
+    assert whole_blocks(2**20 // 512) == 32 + 6 * 16
+    assert whole_blocks(100_000 // 512) == 72
 
 
 @given(st.integers(0, 2**30))
 def test_whole_blocks_are_those_that_end_in_time(length: int) -> None:
-    """As many as end within the length; less than a 32nd of it, or than a block of the base size, is left."""
+    """As many as end within the length; less than a 16th of it, or than a block of the base size, is left."""
     count = whole_blocks(length)
-    assert length - max(1, length / 32) < ENDS[count] <= length < ENDS[count + 1]
+    assert length - max(1, length / 16) < ENDS[count] <= length < ENDS[count + 1]
 
 
 @given(st.integers(0, len(TEXT)), st.integers(0, len(TEXT)), st.sampled_from([64, 100, 512, 4096]))
 def test_little_is_lost_of_what_two_prompts_have_in_common(length: int, shared: int, block_bytes: int) -> None:
-    """Of `p` common bytes all are found but a 32nd, or a block of the base size; never more than there are."""
+    """Of `p` common bytes all are found but a 16th, or a block of the base size; never more than there are."""
     one = TEXT[:length]
     shared = min(shared, length)
     other = one[:shared] + bytes(byte ^ 1 for byte in one[shared:])
     blocks = block_hashes(one, block_bytes)
     count = common(blocks, block_hashes(other, block_bytes))
     found = weigh(blocks[:count]) * block_bytes
-    assert shared - max(block_bytes, shared / 32) < found <= shared
+    assert shared - max(block_bytes, shared / 16) < found <= shared
     assert found == ENDS[count] * block_bytes
 
 
@@ -97,7 +97,7 @@ def test_a_block_hangs_on_all_before_it() -> None:
     assert not set(block_hashes(TEXT, 512)) & set(block_hashes(b"?" + TEXT[1:], 512))
 
 
-@pytest.mark.parametrize("length", [64, 65, 66, 128, 130, 131, 1_000])
+@pytest.mark.parametrize("length", [32, 33, 34, 64, 66, 67, 1_000])
 @pytest.mark.parametrize("extra", [0, 1, 40])
 def test_tokens_are_counted_by_weight(length: int, extra: int) -> None:
     """What a lease counts is exact: the tokens behind the last block held; a block that ends the prompt is no hit."""
@@ -122,12 +122,12 @@ def test_tokens_are_counted_by_weight(length: int, extra: int) -> None:
 
 
 def test_the_share_of_a_prompt_that_is_held_goes_by_length() -> None:
-    """64 blocks of the base size are half of a prompt of 128, though two thirds of its blocks."""
+    """32 blocks of the base size are half of a prompt of 64, though two thirds of its blocks."""
     state = worker(capacity=5_000)
-    head = block_hashes(TEXT[: 64 * BLOCK_BYTES], BLOCK_BYTES, ("",))
+    head = block_hashes(TEXT[: 32 * BLOCK_BYTES], BLOCK_BYTES, ("",))
     state.prefixes.unpin(head[: state.prefixes.pin(head)], prefilled=True)
-    prompt = Prompt(request(TEXT[: 128 * BLOCK_BYTES + 1]), BLOCK_BYTES)
-    assert len(prompt.blocks) == 96
+    prompt = Prompt(request(TEXT[: 64 * BLOCK_BYTES + 1]), BLOCK_BYTES)
+    assert len(prompt.blocks) == 48
     assert prompt.hit_ratio(state) == 0.5
 
 
