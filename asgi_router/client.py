@@ -62,43 +62,39 @@ class Client:
     def writable(self) -> bool:
         return not self.finished and not self._sending
 
-    async def read_body(self, limit: int) -> bytes:
+    async def read_body(self, limit: int, announced: bytes = b"") -> bytes:
         """Return the whole request body.
 
+        Args:
+            limit: bytes that it may have.
+            announced: its length, as the request's head says.
+
         Raises:
-            BodyTooLarge: it is larger than `limit` bytes, by its own announcement or by count.
+            BodyTooLarge: it is larger, by its own announcement or by count.
             ClientGone: the client left before its end.
         """
-        for name, value in self.scope.get("headers", ()):
-            if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
-                raise _too_large(limit)
-
-        message = await self._next_of_body()
-        first: bytes = message.get("body", b"")
-        size = len(first)
-        if size <= limit and not message.get("more_body", False):
-            return first
-
-        parts = [first]
-        while size <= limit and message.get("more_body", False):
-            message = await self._next_of_body()
-            part = message.get("body", b"")
-            parts.append(part)
-            size += len(part)
-            if len(parts) > _MAX_PARTS:
-                parts = [b"".join(parts)]
-        if size > limit:
+        if announced.isdigit() and int(announced[:20]) > limit:
             raise _too_large(limit)
 
-        return b"".join(parts)
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            if not part:
+                await checkpoint()  # a `receive` that never suspends must not be able to stop the loop
+            parts.append(part)
+            if len(parts) > _MAX_PARTS:
+                parts = [b"".join(parts)]
+            more = message.get("more_body", False)
 
-    async def _next_of_body(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        if not message.get("body"):
-            await checkpoint()  # a `receive` that never suspends must not be able to stop the loop
-        return message
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def wait_gone(self) -> None:
         """Return when the client has left. To be called after the body was read, and by one task only."""

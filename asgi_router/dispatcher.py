@@ -134,7 +134,9 @@ class Dispatcher:
         if exchange.reason is not None:
             raise exchange.reason
         with exchange.scope:
-            exchange.body = await client.read_body(self._settings.max_body_bytes)
+            exchange.body = await client.read_body(
+                self._settings.max_body_bytes, exchange.headers.get(b"content-length", b"")
+            )
             exchange.check()
             began = exchange.times.clock()
             encoding = exchange.headers.get(b"content-encoding", b"").decode("latin-1")

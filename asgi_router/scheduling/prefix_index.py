@@ -158,6 +158,9 @@ class PrefixIndex:
 
     def pin(self, blocks: Sequence[int]) -> int:
         """Record the blocks of a request in flight. Return how many were, from the head on: as many as fit."""
+        if not blocks:  # of a short prompt
+            return 0
+
         table = self._blocks
         now = self._clock()
         known = 0
@@ -200,13 +203,16 @@ class PrefixIndex:
 
     def unpin(self, blocks: Sequence[int], *, prefilled: bool) -> None:
         """End a request that `pin` recorded with exactly these blocks; keep them if the worker prefilled them."""
+        if not blocks:
+            return
+
         table = self._blocks
         confirmed = _CONFIRMED if prefilled else 0
         second = -int(self._clock())
         if second == self._second:
             second = self._second  # one integer object for all blocks of a second, not one for each
         self._second = second
-        if max(map(table.__getitem__, blocks), default=0) <= _HOLD | _CONFIRMED and prefilled:
+        if max(map(table.__getitem__, blocks)) <= _HOLD | _CONFIRMED and prefilled:
             _discard(table, blocks)  # nobody else's: all at once
             table.update(zip(reversed(blocks), repeat(second)))  # at the end of the table: used last
             self._pinned -= weigh(blocks)

@@ -88,7 +88,7 @@ class Prompt:
 
     def cached_blocks(self, state: WorkerState) -> int:
         """Return how many of the prompt's blocks the worker probably holds, those of no use left out."""
-        return state.prefixes.match(self.blocks, self._limit)
+        return state.prefixes.match(self.blocks, self._limit) if self._limit else 0
 
     def lost_tokens(self, state: WorkerState) -> float:
         """Return how many tokens of other prompts the worker would lose to this one, those little missed as less."""
@@ -96,4 +96,4 @@ class Prompt:
 
     def evicted_blocks(self, state: WorkerState, cached: int) -> int:
         """Return how many blocks behind the `cached` ones had to go from our picture of the worker."""
-        return state.prefixes.evicted(self.blocks, cached, self._limit)
+        return state.prefixes.evicted(self.blocks, cached, self._limit) if cached < self._limit else 0
