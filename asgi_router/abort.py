@@ -18,7 +18,7 @@ import httpx
 
 from asgi_router.client import Client, ClientGone
 from asgi_router.errors import InvalidRequest, RequestAborted
-from asgi_router.headers import header
+from asgi_router.headers import first_values, header
 from asgi_router.upstream.calls import WorkerCalls
 from asgi_router.worker import LOCAL
 
@@ -116,7 +116,8 @@ class Aborts:
         client = Client(scope, receive, send)
         with suppress(ClientGone):
             try:
-                wanted = read_abort(await client.read_body(MAX_BODY_BYTES))
+                announced = first_values(scope.get("headers") or ()).get(b"content-length", b"")
+                wanted = read_abort(await client.read_body(MAX_BODY_BYTES, announced))
             except InvalidRequest as error:
                 await client.fail(error)
                 return
