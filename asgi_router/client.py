@@ -83,7 +83,7 @@ class Client:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            part = message.get("body", b"")
+            part = bytes(message.get("body", b""))  # of bytes that is no copy
             size += len(part)
             if size > limit:
                 raise _too_large(limit)
@@ -110,7 +110,7 @@ class Client:
     async def forward(self, message: Message, *, last: bool) -> None:
         """Send a message of the wrapped app's, as it is; `last` if it ends the answer."""
         if message["type"] == "http.response.start":
-            headers = [(name.lower(), value) for name, value in message["headers"]]
+            headers = [(bytes(name).lower(), bytes(value)) for name, value in message["headers"]]
             self._begin(message["status"], headers, is_event_stream(headers))
         else:
             self._last.append(message.get("body", b""))

@@ -164,7 +164,7 @@ class LocalCall:
             raise OSError("the client has gone") from exc
 
     def _headers(self, message: Message) -> RawHeaders:
-        headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+        headers = [(bytes(name).lower(), bytes(value)) for name, value in message.get("headers", ())]
         names = {name for name, _ in headers}
         kept = [header for header in headers if not header[0].startswith(b"x-router-")]
         return [*(own for own in self._own_headers if own[0].startswith(b"x-router-") or own[0] not in names), *kept]
