@@ -51,6 +51,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--rivals", nargs="?", type=Path, const=rivals.FOLDER, metavar="FOLDER",
         help=f"install the rivals there first, if they aren't there ({rivals.FOLDER.name})",
     )  # fmt: skip
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="FILE",
+        help="the interpreter of our own candidates, which has what the project needs and uvicorn[standard] (this one)",
+    )  # fmt: skip
     parser.add_argument("--router-core", type=int, default=0, help="the core of the routers (0)")
     parser.add_argument("--load-core", type=int, default=1, help="the core of load and workers (1)")
     parser.add_argument("--nice", type=int, help="niceness of everything that is measured; below 0 asks for rights")
@@ -63,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     environments = rivals.Environments((options.rivals or rivals.FOLDER).absolute())
     failed = install(environments) if options.rivals else {}
-    known = candidates(environments)
+    known = candidates(environments, options.python)
     if options.list:
         print(listing(known))
         return 0

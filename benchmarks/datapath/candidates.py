@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import platform
+import json
+import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from benchmarks.datapath.processes import free_port
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.datapath.rivals import Environments
+
+MISSING = "missing"
 
 DIRECT = "direct"
 """Nothing between client and worker: what the mock itself costs, and how long a first byte takes without any router."""
@@ -46,31 +48,43 @@ class Candidate:
     """Whether it is left out of a quick run."""
 
 
-def candidates(environments: Environments) -> list[Candidate]:
-    """Return all of them, those that are missing included, in the order of the tables."""
-    python = f"CPython {platform.python_version()}"
-    server = f"uvicorn {_version('uvicorn')}, uvloop {_version('uvloop')}, httptools {_version('httptools')}"
-    unserved = (
-        "" if all(map(importlib.util.find_spec, ("uvicorn", "uvloop", "httptools"))) else "needs uvicorn[standard]"
-    )
-    product = f"asgi-router {_version('asgi-router')}, Starlette {_version('starlette')}, {python}, {server}"
+VERSIONS = """
+import importlib.metadata, json, platform
+found = {each.metadata["name"].lower(): each.version for each in importlib.metadata.distributions()}
+print(json.dumps({"python": platform.python_version(), **found}))
+"""
+
+
+def candidates(environments: Environments, python: str = sys.executable) -> list[Candidate]:
+    """Return all of them, those that are missing included, in the order of the tables.
+
+    `python` is the interpreter of our own: with the project's dependencies and `uvicorn[standard]`.
+    """
+    versions = _versions(python)
+    server = f"uvicorn {versions['uvicorn']}, uvloop {versions['uvloop']}, httptools {versions['httptools']}"
+    unserved = "needs uvicorn[standard]" if MISSING in server else ""
+    product = f"Starlette {versions['starlette']}, CPython {versions['python']}, {server}"
+
+    def app(module: str, *arguments: str) -> Callable[[int, Sequence[int], Path], Launch]:
+        return _served_by(python, module, *arguments)
+
     return [
         Candidate(DIRECT, "no router: the mock worker itself", "", None),
         Candidate(
-            "empty-asgi", "a pure ASGI app that answers by itself", server, _app("empty", "asgi"), unserved, False
+            "empty-asgi", "a pure ASGI app that answers by itself", server, app("empty", "asgi"), unserved, False
         ),
         Candidate(
-            "empty-starlette", "a Starlette route that answers by itself", f"Starlette {_version('starlette')}",
-            _app("empty", "starlette"), unserved, False,
+            "empty-starlette", "a Starlette route that answers by itself", f"Starlette {versions['starlette']}",
+            app("empty", "starlette"), unserved, False,
         ),
-        Candidate("asgi-router", "the product, whole, policy prefill_cost", product, _app("product", "own"), unserved),
+        Candidate("asgi-router", "the product, whole, policy prefill_cost", product, app("product", "own"), unserved),
         Candidate(
-            "asgi-router-httpx", "the same on stock httpx's transport", f"httpx {_version('httpx')}",
-            _app("product", "stock"), unserved,
+            "asgi-router-httpx", "the same on stock httpx's transport", f"httpx {versions['httpx']}",
+            app("product", "stock"), unserved,
         ),
         Candidate(
-            "httpx-proxy", "an ASGI app with httpx.AsyncClient.stream, round robin", f"httpx {_version('httpx')}",
-            _app("httpx_proxy"), unserved,
+            "httpx-proxy", "an ASGI app with httpx.AsyncClient.stream, round robin", f"httpx {versions['httpx']}",
+            app("httpx_proxy"), unserved,
         ),
         _rival(environments, "aiohttp", "aiohttp-proxy", "the same with aiohttp's client", _aiohttp, "python"),
         _rival(environments, "sglang-router", "sglang-router", "cache_aware", _rust("sglang-router", "launch")),
@@ -80,18 +94,16 @@ def candidates(environments: Environments) -> list[Candidate]:
     ]  # fmt: skip
 
 
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
+def _versions(python: str) -> Mapping[str, str]:
+    done = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True)
+    return defaultdict(lambda: MISSING, json.loads(done.stdout))
 
 
 def _urls(ports: Sequence[int]) -> list[str]:
     return [f"http://127.0.0.1:{port}" for port in ports]
 
 
-def _app(module: str, *arguments: str, python: str = sys.executable) -> Callable[[int, Sequence[int], Path], Launch]:
+def _served_by(python: str, module: str, *arguments: str) -> Callable[[int, Sequence[int], Path], Launch]:
     def launch(port: int, workers: Sequence[int], folder: Path) -> Launch:
         urls = () if module == "empty" else _urls(workers)
         return Launch([python, "-m", f"benchmarks.datapath.apps.{module}", *arguments, str(port), *urls], {})
@@ -117,7 +129,7 @@ def _rival(
 
 
 def _aiohttp(python: str) -> Callable[[int, Sequence[int], Path], Launch]:
-    return _app("aiohttp_proxy", python=python)
+    return _served_by(python, "aiohttp_proxy")
 
 
 def _rust(name: str, *subcommand: str) -> Callable[[str], Callable[[int, Sequence[int], Path], Launch]]:
