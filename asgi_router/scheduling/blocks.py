@@ -56,6 +56,9 @@ def block_hashes(
     length = len(key) // block_bytes
     if max_blocks is not None:
         length = min(length, max_blocks)
+    if not length:
+        return ()
+
     even = EVEN if growing and length > EVEN else length
     link = hash(space)
     ids = []

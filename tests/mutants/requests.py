@@ -118,10 +118,10 @@ MUTANTS = [
         "truncated-upload",
         "a client that leaves in its upload has half a prompt sent",
         "client.py",
-        """        if message["type"] == "http.disconnect":
-            raise ClientGone
-        if not message.get""",
-        """        if not message.get""",
+        """            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = """,
+        """            part = """,
     ),
     Mutant(
         "clean-looking-end",
