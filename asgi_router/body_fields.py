@@ -143,10 +143,15 @@ def _is_little(body: bytes) -> bool:
 
 def _build(body: bytes) -> Fields:
     try:
-        return _FIELDS.decode(body)
+        return _USUAL_FIELDS.decode(body)
+    except ValidationError:  # its messages are no objects, or it is none itself
+        with suppress(*_NOT_READ):
+            fields = _FIELDS.decode(body)
+            fields.messages = _as_messages(fields.messages)
+            return fields
     except _NOT_READ:  # not by `suppress`, which takes half as long as a small body
         pass
-    # Parsed a second time only if it is no object, no JSON, JSON for Python only, or has messages that are no objects.
+    # Parsed once more only if it is no object, no JSON, or JSON for Python only.
     return _build_leniently(body)
 
 
@@ -170,7 +175,8 @@ def _as_messages(value: object) -> object:
     ]
 
 
-_FIELDS = Decoder(_UsualFields)
+_USUAL_FIELDS = Decoder(_UsualFields)
+_FIELDS = Decoder(Fields)
 _RAW_FIELDS = Decoder(RawFields)
 _TYPED_FIELDS = Decoder(TypedFields)
 _TYPED_FIELDS_AND_IDS = Decoder(TypedFieldsAndIds)

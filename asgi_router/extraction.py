@@ -55,6 +55,9 @@ class CompletionRequest(Struct, frozen=True):
 
         The body is parsed anew whenever they are asked for: no policy of ours does, and a long prompt's texts, kept
         beside its key and its body, would take as much memory again.
+
+        Raises:
+            RecursionError: the body is nested so deeply that it could only just be read, and the stack is deeper now.
         """
         if not self.body:
             return ()

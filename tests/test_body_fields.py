@@ -189,6 +189,13 @@ def test_what_is_not_read_is_not_judged(value: bytes, pad: str) -> None:
     assert extract(large(body, pad) if pad else body, TEXT).message == "a"
 
 
+@pytest.mark.parametrize("messages", [b"0", b"{}", b'["a"]', b'[{"role": "user"}, 1]'])
+def test_what_is_not_read_is_not_judged_beside_odd_messages(messages: bytes) -> None:
+    """Nor does it matter then what `messages` are, which a prompt is not read from."""
+    body = b'{"messages": ' + messages + b', "seed": ' + b"1" * 5000 + b', "user": "\xff", "prompt": "a"}'
+    assert extract(body, TEXT).message == "a"
+
+
 @pytest.mark.parametrize("pad", [PAD, DENSE])
 def test_names_of_a_large_body(pad: str) -> None:
     """The fields beside the prompt are read in a large body, too, whatever else is in it."""

@@ -36,6 +36,7 @@ class _Said(msgspec.Struct, gc=False):
 
 
 _DECODER = msgspec.json.Decoder(_Said)
+_NOT_READ = (msgspec.DecodeError, ValueError, RecursionError)  # the first is one of the second since msgspec 0.20 only
 _LENIENT_DECODER = msgspec.json.Decoder(dict[str, object])
 
 
@@ -72,7 +73,7 @@ def _object_at(text: bytes, start: int) -> _Said | None:
         return _DECODER.decode(text[start:close])
     except msgspec.ValidationError:
         return _what_fits(text[start:close])
-    except (ValueError, RecursionError):
+    except _NOT_READ:
         return None
 
 
@@ -80,7 +81,7 @@ def _what_fits(text: bytes) -> _Said | None:
     """Return the counts that are such, of an object in which something else stands where one is expected."""
     try:
         said = _LENIENT_DECODER.decode(text)
-    except (ValueError, RecursionError):
+    except _NOT_READ:
         return None
     details = said.get("prompt_tokens_details")
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None

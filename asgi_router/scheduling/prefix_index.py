@@ -10,8 +10,8 @@ is counted here is their weight, in blocks of the base size. The rules:
 2. The blocks of a request in flight are pinned: they match at once, so that the siblings in a burst find them,
    and they can't be evicted. When the request ends they stay if it was prefilled, or if they were there before
    (and then count as used); else they are gone.
-3. Pinned and unpinned blocks together never weigh more than the capacity, and it is kept at insertion: what doesn't
-   fit is not recorded, tail first. Nothing sweeps. A longer block goes as a whole.
+3. Pinned and unpinned blocks together never grow beyond the capacity, and it is kept at insertion: what doesn't fit is
+   not recorded, tail first. Nothing sweeps, not even when it shrinks below what is pinned. A longer block goes as one.
 4. The capacity is a guess. Where workers say how much of a prompt they had cached, it follows their word: blocks that
    were believed to be there, and weren't, make it smaller; blocks that had to go from here for want of room, and were
    there, make it larger. For this the ids of those that had to go are remembered, in a table that is bounded, too.

@@ -26,6 +26,8 @@ USAGE = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {
         ('{"usage": {"prompt_tokens": true, "prompt_tokens_details": {"cached_tokens": "8"}}}', Usage()),
         ('{"usage": {"prompt_tokens": 1e3}}', Usage()),
         (f'{{"usage": {{"prompt_tokens": {2**53}}}}}', Usage()),
+        ('{"usage": {"prompt_tokens": -}}', Usage()),
+        ('{"usage": {"prompt_tokens": "1", "completion_tokens": 2, "a": 1e400}}', Usage(None, None, None)),
         ('{"usage": [1]}', Usage()),
         ('{"usage": ' + '{"a": ' * 20_000, Usage()),
         ("", Usage()),
