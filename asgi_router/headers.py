@@ -65,11 +65,9 @@ def request_headers(scope: Scope, replaced: Collection[bytes] = ()) -> RawHeader
     raw: RawHeaders = scope.get("headers") or []
     for name, value in raw:
         name = name.lower()
-        if name in _REQUEST_DROPS:
+        if name in _REQUEST_DROPS or name in replaced:
             if name == b"connection":
                 listed |= _connection_listed(value)
-        elif name in replaced:
-            continue
         elif name == b"cookie":
             cookies.append(value)
         elif name == b"x-forwarded-for":

@@ -77,7 +77,7 @@ def finished(exchange: Exchange, usage: Usage) -> RequestFinished:
     request, lease, client, times = exchange.request, exchange.lease, exchange.client, exchange.times
     chosen = exchange.prefill or lease  # the cache that matters is that of the worker that prefills
     duration = times.clock() - times.began
-    # By position: 25 keywords would take 1.5 us, as much as all the rest of this.
+    # By position, in the order of the fields: 24 keywords would take longer than all the rest of this.
     return RequestFinished(
         exchange.ids.request_id,
         request.session_id if request and request.session_id and _ID.fullmatch(request.session_id) else "",

@@ -88,7 +88,7 @@ class Scheduler:
                 raise AllBusy("All workers are busy.")
 
         prompt = self._cut(request)
-        sessions = self._sessions if request.session_id else None
+        sessions = self._sessions_for(request)
         if len(candidates) == 1:
             worker, prompt.reason = candidates[0], "only_candidate"
         elif sessions is not None and (pinned := sessions.worker_for(request, candidates)) is not None:
@@ -103,13 +103,16 @@ class Scheduler:
     def place(self, worker: WorkerState, request: CompletionRequest, reason: str) -> Lease:
         """Return a lease on a worker that was chosen elsewhere, however busy it is."""
         prompt = self._cut(request)
-        if self._sessions is not None and request.session_id:
-            self._sessions.note(request, worker)
+        if (sessions := self._sessions_for(request)) is not None:
+            sessions.note(request, worker)
         return Lease(worker, prompt, self._on_release, reason=reason)
 
     def has_room(self, worker: WorkerState) -> bool:
         """Tell whether a worker has fewer requests in flight than it may have."""
         return self._max_concurrent is None or worker.requests < self._max_concurrent
+
+    def _sessions_for(self, request: CompletionRequest) -> Sessions | None:
+        return self._sessions if request.session_id else None
 
     def _blocks_of(self, request: CompletionRequest) -> Prompt:
         scale = 1.0 if self._scales is None else self._scales.of(request)
