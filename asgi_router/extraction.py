@@ -16,9 +16,11 @@ from asgi_router.body_fields import read_fields
 from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, Message
 from asgi_router.errors import InvalidRequest
 from asgi_router.prefix_key import chat_key, prompt_key, text_tokens
+from asgi_router.rope import NOTHING
 
 if TYPE_CHECKING:
     from asgi_router.body_fields import Fields
+    from asgi_router.rope import Cut, Rope
 
 LONG = 1024
 """Characters above which a model's, a session's or a request's name is no name."""
@@ -35,8 +37,9 @@ class CompletionRequest(Struct, frozen=True):
     """Top-level `session_id`, else `extra_body.session_id`; empty if neither is a non-empty string."""
     prompt_tokens: int
     """Estimated, at least 1: a token-id prompt counts exactly, text as one token for four bytes of UTF-8."""
-    prefix_key: bytes
-    """Equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to match."""
+    key: Rope
+    """The prefix key: equal up to a byte = the worker's chat template is fed equally up to there. Empty: nothing to
+    match, or it is `cut`."""
     request_id: str = ""
     """The body's `request_id`, by which FastDeploy knows the request; empty if it has none that is a string."""
     text_only: bool = False
@@ -45,6 +48,8 @@ class CompletionRequest(Struct, frozen=True):
     """What `texts` are read from: the request's body, or nothing once they are of no more use."""
     is_chat: bool = False
     """The prompt is the body's `messages`, and not its `prompt`."""
+    cut: Cut | None = None
+    """What is left of the key once it was cut into blocks for good."""
 
     def __repr__(self) -> str:
         return f"<CompletionRequest for {self.model!r}: {self.prompt_tokens} tokens>"
@@ -66,15 +71,25 @@ class CompletionRequest(Struct, frozen=True):
         return tuple(_chat_texts(fields.messages) if self.is_chat else _prompt_texts(fields.prompt))
 
     @property
+    def prefix_key(self) -> bytes:
+        """The bytes of `key`, joined anew whenever they are asked for."""
+        return bytes(self.key)
+
+    @property
     def message(self) -> str:
         """The prompt's text: its texts, trimmed, joined by one space. Made anew whenever it is asked for."""
         return " ".join(stripped for text in self.texts if (stripped := text.strip()))
+
+    def condensed(self, cut: Cut) -> CompletionRequest:
+        """Return the same with a `cut` in place of its key."""
+        return replace(self, key=NOTHING, cut=cut)
 
     def without_text(self) -> CompletionRequest:
         """Return what is still of use when the answer has begun. Names that are too long to be shown go, too."""
         return replace(
             self,
-            prefix_key=b"",
+            key=NOTHING,
+            cut=None,
             body=b"",
             model=self.model if len(self.model) <= LONG else "",
             session_id=self.session_id if len(self.session_id) <= LONG else "",
@@ -96,7 +111,7 @@ def extract(body: bytes, path: str, content_encoding: str = "") -> CompletionReq
         InvalidRequest: the body is not a JSON object, or is nested more deeply than the interpreter can read.
     """
     if content_encoding and content_encoding.strip().lower() not in ("", "identity"):
-        return CompletionRequest("", False, "", text_tokens(len(body)), b"")
+        return CompletionRequest("", False, "", text_tokens(len(body)), NOTHING)
 
     try:
         return _read(body, path)

@@ -71,8 +71,8 @@ class Mixed:
 
     async def choose(self, exchange: Exchange) -> None:
         """Lease a worker for the request; see `Mode`."""
-        request = exchange.request
-        assert request is not None  # it was read before a worker is asked
+        assert exchange.request is not None  # it was read before a worker is asked
+        exchange.request = request = self._scheduler.condense(exchange.request)
         if self._peers.have_placed(exchange.client.scope.get("headers") or (), exchange.ids.request_id):
             exchange.lease = self._place(exchange, request)
         else:

@@ -24,6 +24,7 @@ from msgspec import Raw, Struct
 from msgspec.json import Encoder
 
 from asgi_router.body_types import MAX_MESSAGES, MAX_PARTS, MAX_PIECES, Message
+from asgi_router.rope import NOTHING, Rope
 
 if TYPE_CHECKING:
     from asgi_router.body_fields import Fields
@@ -46,7 +47,8 @@ _TOKEN_IDS = b"\xfei"
 _UNKNOWN = b"\xfe?"
 _NO_NAME = _FIELD + _FIELD
 _HEADS = {role: _RECORD + role.encode() + _NO_NAME for role in ("system", "developer", "user", "assistant", "tool")}
-_LONG_TEXT = 1_000  # bytes; for shorter ones it isn't worth the trouble
+_LONG_TEXT = 1_000  # characters; for shorter ones it isn't worth the trouble
+_JOINED = 100_000  # bytes that are joined at once; a text of more characters is not joined
 _BATCH_BREAK = 0xFFFFFFFF  # between the prompts of a batch of token-id prompts; no vocabulary is that large
 
 # By these vLLM and SGLang keep apart what would otherwise share a cache.
@@ -72,7 +74,7 @@ _LENIENT_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, se
 class PrefixKey(Struct, frozen=True, gc=False):
     """The bytes of a prompt, and its estimated tokens: those of its media don't show in the bytes."""
 
-    key: bytes
+    key: Rope
     tokens: int
     text_only: bool
 
@@ -85,10 +87,10 @@ def text_tokens(size: int) -> int:
 def chat_key(fields: Fields) -> PrefixKey:
     """Return the key of a chat completion request.
 
-    Long texts are taken out of the messages on the way: a text, its bytes and the key would be three times the prompt.
+    Long texts are taken out of the messages on the way, or the prompt would be there twice.
     """
-    space = b""
     out = _Pieces()
+    space = 0
     # Nearly all requests have none of these; each is looked at by name since a loop would take as long as all the rest.
     if (
         fields.tools
@@ -101,7 +103,8 @@ def chat_key(fields: Fields) -> PrefixKey:
         or fields.documents
         or fields.chat_template
     ):
-        space = _named_fields(fields, _CACHE_SPACE)
+        out.add(_named_fields(fields, _CACHE_SPACE))
+        space = out.size  # no template prints that: it has no tokens
         out.add(_named_fields(fields, _TEMPLATE_INPUT))
     messages = fields.messages
     whole = True  # of a chat that was not read whole, the length is no length to learn from
@@ -116,8 +119,8 @@ def chat_key(fields: Fields) -> PrefixKey:
         out.add(_RECORD + _UNKNOWN + _json(messages))
         whole = False
 
-    tokens = text_tokens(out.size) + out.media * MEDIA_TOKENS
-    return PrefixKey(space + b"".join(out.pieces), tokens, whole and not out.media)
+    tokens = text_tokens(out.size - space) + out.media * MEDIA_TOKENS
+    return PrefixKey(out.rope(), tokens, whole and not out.media)
 
 
 def prompt_key(fields: Fields) -> PrefixKey:
@@ -126,24 +129,33 @@ def prompt_key(fields: Fields) -> PrefixKey:
     A batch of one equals its only prompt. A batch of texts begins like its first prompt, whose prefix is what
     a worker would find in its cache. Token ids never equal any text, and are counted exactly.
     """
-    space = _named_fields(fields, _CACHE_SPACE)
+    out = _Pieces()
+    out.add(_named_fields(fields, _CACHE_SPACE))
+    space = out.size
     prompt = fields.prompt
     if isinstance(prompt, str):
-        text = _text(prompt)
-        return PrefixKey(space + text, text_tokens(len(text)), True)
+        out.add_text(prompt)
+        return PrefixKey(out.rope(), text_tokens(out.size - space), True)
     if isinstance(prompt, Raw):
-        return PrefixKey(space + _UNKNOWN + _json(prompt), text_tokens(len(prompt)), False)
+        out.add(_UNKNOWN)
+        out.add(_json(prompt))
+        return PrefixKey(out.rope(), text_tokens(len(prompt)), False)
     if not isinstance(prompt, list) or not prompt:
-        return PrefixKey(b"", 1, False)
+        return PrefixKey(NOTHING, 1, False)
 
     if isinstance(prompt[0], str) and all(isinstance(item, str) for item in prompt):
-        texts = _join_texts(cast("list[str]", prompt))
-        return PrefixKey(space + texts, text_tokens(len(texts)), True)
-    if (packed := _pack_token_ids(prompt)) is not None:
-        return PrefixKey(space + _TOKEN_IDS + packed.key, packed.tokens, False)
+        _add_texts(out, cast("list[str]", prompt))
+        return PrefixKey(out.rope(), text_tokens(out.size - space), True)
+    if (ids := _pack_token_ids(prompt)) is not None:
+        packed, tokens = ids
+        out.add(_TOKEN_IDS)
+        out.add(packed)
+        return PrefixKey(out.rope(), tokens, False)
 
     unknown = _json(prompt)
-    return PrefixKey(space + _UNKNOWN + unknown, text_tokens(len(unknown)), False)
+    out.add(_UNKNOWN)
+    out.add(unknown)
+    return PrefixKey(out.rope(), text_tokens(len(unknown)), False)
 
 
 def _named_fields(fields: Fields, names: tuple[str, ...]) -> bytes:
@@ -151,19 +163,21 @@ def _named_fields(fields: Fields, names: tuple[str, ...]) -> bytes:
     return b"".join([_RECORD + name.encode() + _FIELD + _json(value) for name, value in found]) if found else b""
 
 
-def _join_texts(texts: list[str]) -> bytes:
-    out = _Pieces()
-    for text in islice(texts, MAX_MESSAGES):
+def _add_texts(out: _Pieces, texts: list[str]) -> None:
+    for index, text in enumerate(islice(texts, MAX_MESSAGES)):
         if out.size > MAX_KEY_BYTES:
             break
 
-        out.add(_text(text))
+        if index:
+            out.add(_RECORD)
+        out.add_text(text)
 
-    return _RECORD.join(out.pieces)
 
+def _pack_token_ids(prompt: list[object]) -> tuple[bytes, int] | None:
+    """Return the ids of `[1, 2]` or `[[1, 2], [3]]` in four bytes each, and their number.
 
-def _pack_token_ids(prompt: list[object]) -> PrefixKey | None:
-    """Return the ids of `[1, 2]` or `[[1, 2], [3]]` in four bytes each, or None if that is not what it is."""
+    None if that is not what it is.
+    """
     batch = prompt if isinstance(prompt[0], list) and all(isinstance(item, list) for item in prompt) else [prompt]
     packed = array.array("I")
     try:
@@ -179,22 +193,48 @@ def _pack_token_ids(prompt: list[object]) -> PrefixKey | None:
     tokens = max(1, len(packed) - (len(batch) - 1))
     if sys.byteorder == "big":  # a key is the same on every machine
         packed.byteswap()
-    return PrefixKey(packed.tobytes(), tokens, False)
+    return packed.tobytes(), tokens
 
 
 class _Pieces:
-    """A key that grows: its pieces, which are joined once, at the end."""
+    """A key that grows: pieces that are joined now and then, and long texts that stay as they are."""
 
-    __slots__ = ("count", "media", "pieces", "size")
+    __slots__ = ("_end", "_joined", "count", "media", "pieces", "size")
 
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+        self._joined: list[bytes | str] = []
+        self.pieces: list[bytes] = []  # not joined yet
         self.size = self.media = 0
+        self._end = _JOINED  # the size above which they are
         self.count = 0  # messages and their parts
 
     def add(self, piece: bytes) -> None:
         self.pieces.append(piece)
         self.size += len(piece)
+
+    def add_text(self, text: str) -> None:
+        if len(text) <= _JOINED:
+            self.add(_text(text))
+            if self.size > self._end:
+                self._join()
+            return
+
+        self._join()
+        self._joined.append(piece := text if text.isascii() else _text(text))
+        self.size += len(piece)
+        self._end = self.size + _JOINED
+
+    def _join(self) -> None:
+        if self.pieces:
+            self._joined.append(b"".join(self.pieces))
+            self.pieces.clear()
+        self._end = self.size + _JOINED
+
+    def rope(self) -> Rope:
+        if not self._joined:
+            return Rope((b"".join(self.pieces),), self.size) if self.size else NOTHING
+        self._join()
+        return Rope(tuple(self._joined), self.size)
 
 
 def _add_message(out: _Pieces, message: object) -> None:
@@ -209,11 +249,14 @@ def _add_message(out: _Pieces, message: object) -> None:
     if head is None:
         head = _RECORD + _scalar(role) + _FIELD + _scalar(name) + _FIELD
     if isinstance(content, str):
-        text = _text(content)
-        if len(text) > _LONG_TEXT:
-            message.content = content = None
-        out.pieces += head, text
-        out.size += len(head) + len(text)
+        if len(content) > _LONG_TEXT:
+            message.content = None
+            out.add(head)
+            out.add_text(content)
+        else:
+            text = _text(content)
+            out.pieces += head, text
+            out.size += len(head) + len(text)
     else:
         out.add(head)
         if isinstance(content, list):
@@ -253,10 +296,9 @@ def _add_parts(out: _Pieces, parts: list[object]) -> None:
         name = kind if isinstance(kind, str) and kind in part else "text"
         value = part.get(name)
         if isinstance(value, str) and name in _TEXT_PARTS:
-            text = _text(value)
-            if len(text) > _LONG_TEXT:
-                part[name] = value = None
-            out.add(text)
+            if len(value) > _LONG_TEXT:
+                part[name] = None
+            out.add_text(value)
         else:
             out.add(_FIELD + _media_digest(part, name, value) + _FIELD)
             out.media += 1

@@ -22,6 +22,7 @@ from asgi_router import RouterSettings, Worker
 from asgi_router.body_fields import read_fields
 from asgi_router.extraction import extract
 from asgi_router.prefix_key import BYTES_PER_TOKEN, chat_key
+from asgi_router.rope import Rope
 from asgi_router.scheduling.blocks import block_hashes, weigh
 from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions
@@ -96,7 +97,7 @@ def body_of(rng: random.Random, characters: int) -> bytes:
 
 
 def blocks_of(body: bytes) -> Blocks:
-    return block_hashes(extract(body, PATH).prefix_key, BLOCK_BYTES, (MODEL,))
+    return block_hashes(extract(body, PATH).key, BLOCK_BYTES, (MODEL,))
 
 
 def record(index: Picture, blocks: Blocks) -> None:
@@ -178,7 +179,7 @@ def time_one(fleet: Fleet, body: bytes) -> tuple[int, ...]:
 def short_prompts(rng: random.Random) -> Iterator[Blocks]:
     """Yield different prompts of one block: none shares anything."""
     while True:
-        yield block_hashes(rng.randbytes(BLOCK_BYTES), BLOCK_BYTES)
+        yield block_hashes(Rope.of(rng.randbytes(BLOCK_BYTES)), BLOCK_BYTES)
 
 
 def conversations(rng: random.Random) -> Iterator[Blocks]:
@@ -188,7 +189,7 @@ def conversations(rng: random.Random) -> Iterator[Blocks]:
     while True:
         at = rng.randrange(len(texts))
         texts[at] += rng.randbytes(int(rng.lognormvariate(7, 1)))
-        yield block_hashes(texts[at], BLOCK_BYTES)
+        yield block_hashes(Rope.of(texts[at]), BLOCK_BYTES)
         if rng.random() < 1 / 8:
             texts[at] = rng.choice(systems)
 
@@ -196,7 +197,7 @@ def conversations(rng: random.Random) -> Iterator[Blocks]:
 def long_prompts(rng: random.Random) -> Iterator[Blocks]:
     """Yield different prompts of 100,000 bytes."""
     while True:
-        yield block_hashes(rng.randbytes(100_000), BLOCK_BYTES)
+        yield block_hashes(Rope.of(rng.randbytes(100_000)), BLOCK_BYTES)
 
 
 TRAFFIC: dict[str, Callable[[random.Random], Iterator[Blocks]]] = {

@@ -75,7 +75,10 @@ def test_no_body_costs_much(name: str) -> None:
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("length", [5_000, 100_000, 1_000_000])
 def test_a_prompt_is_not_kept_twice(length: int, in_parts: bool) -> None:
-    """Of a long chat its key is kept, beside the body; while it is read, never more than two and a half copies."""
+    """Of a long chat its key is kept, beside the body; while it is read, not much more.
+
+    Of a text with escapes the parser itself makes another copy for a moment.
+    """
     said, times = "so it\ngoes" * (length // 10), 1_000_000 // length
     messages = [user([text(said)] * times)] if in_parts else [user(said)] * times
     body = json.dumps({"messages": messages}).encode()
@@ -89,4 +92,4 @@ def test_a_prompt_is_not_kept_twice(length: int, in_parts: bool) -> None:
         tracemalloc.stop()
     assert len(request.prefix_key) >= 1_000_000
     assert kept - before < 1.1 * len(body)
-    assert peak - before < 2.6 * len(body)
+    assert peak - before < (2.3 if times == 1 else 1.2) * len(body)

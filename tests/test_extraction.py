@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from asgi_router.extraction import CompletionRequest, extract
 from asgi_router.prefix_key import MEDIA_TOKENS
+from asgi_router.rope import NOTHING
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -119,8 +120,10 @@ def test_the_other_field_is_ignored(path: str, other: dict[str, object]) -> None
 
 def test_an_empty_object_is_a_request() -> None:
     """Nothing is required: it is the worker's to refuse."""
-    assert extract(b"{}", CHAT) == CompletionRequest("", False, "", 1, b"", text_only=True, body=b"{}", is_chat=True)
-    assert extract(b" \r\n{}\t", TEXT) == CompletionRequest("", False, "", 1, b"", body=b" \r\n{}\t")
+    assert extract(b"{}", CHAT) == CompletionRequest(
+        "", False, "", 1, NOTHING, text_only=True, body=b"{}", is_chat=True
+    )
+    assert extract(b" \r\n{}\t", TEXT) == CompletionRequest("", False, "", 1, NOTHING, body=b" \r\n{}\t")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_junk_does_not_count_as_media() -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "GZIP", " gzip ", "gzip, identity", "x-new"])
 def test_encoded_body_is_not_read(encoding: str) -> None:
     """An encoded body is known by its size alone, whatever is in it; a valid body is not refused for it."""
-    assert extract(b"\x1f\x8b" + b"\0" * 398, CHAT, encoding) == CompletionRequest("", False, "", 100, b"")
+    assert extract(b"\x1f\x8b" + b"\0" * 398, CHAT, encoding) == CompletionRequest("", False, "", 100, NOTHING)
     assert extract(b'{"model": "m"}', CHAT, encoding).model == ""
 
 
@@ -247,7 +250,7 @@ def test_what_stays_when_the_answer_has_begun() -> None:
     request = read(model="m", **fields)
     assert request.message == "a secret"
     left = request.without_text()
-    assert left == replace(request, body=b"", prefix_key=b"", request_id="")
+    assert left == replace(request, body=b"", key=NOTHING, request_id="")
     assert (left.texts, left.message) == ((), "")
     left = read(**{**fields, "model": "m" * 2_000, "session_id": "s" * 2_000}).without_text()
     assert (left.model, left.session_id) == ("", "")

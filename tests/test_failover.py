@@ -68,6 +68,19 @@ async def test_marked_requests_are_repeated(broken: str, kind: Kind) -> None:
     assert {call.body for url in (WORKER, OTHER) for call in routed.fleet[url].calls} == {completion_body()}
 
 
+async def test_a_long_prompt_is_known_to_each_worker_that_is_asked() -> None:
+    """Its text is let go when the first worker was chosen: the body and its blocks are all that a retry needs."""
+    body = completion_body("You are a ledger. " * 20_000)  # 360 KB
+    routed = first_then_second(BROKEN["reset before the head"], GOOD)
+    exchange = await Exchange(body=body, headers=[MARK]).run(routed.app)
+    routed.assert_released(exchange)
+    assert exchange.status == 200
+    assert [routed.fleet[url].calls[0].body for url in (WORKER, OTHER)] == [body, body]
+    first, second = (len(state.prefixes) for state in routed.router.workers)
+    assert first == 0
+    assert second > 600  # blocks of 512 bytes
+
+
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("headers", [[], [("Idempotency-Key", "")]], ids=["none", "empty"])
 async def test_others_are_not(broken: str, headers: list[tuple[str, str]]) -> None:

@@ -68,7 +68,8 @@ class Disaggregated:
     async def choose(self, exchange: Exchange) -> None:
         """Lease a pair for the request; see `Mode`."""
         assert exchange.request is not None  # it was read before a worker is asked
-        pair = await self.admission.acquire(exchange.request, exchange.times, exchange.tried)
+        exchange.request = request = self._pairing.condense(exchange.request)
+        pair = await self.admission.acquire(request, exchange.times, exchange.tried)
         exchange.prefill, exchange.lease = pair.prefill, pair.decode
 
     def others(self, exchange: Exchange) -> bool:

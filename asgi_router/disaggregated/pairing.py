@@ -87,6 +87,10 @@ class Pairing:
             decode.release()
             raise
 
+    def condense(self, request: CompletionRequest) -> CompletionRequest:
+        """Return `request` as `Scheduler.condense` does; both schedulers cut prompts alike."""
+        return self._prefill.condense(request)
+
     def _prefills_with_partner(
         self, request: CompletionRequest, exclude: Collection[WorkerState]
     ) -> Collection[WorkerState]:

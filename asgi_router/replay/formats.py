@@ -141,7 +141,7 @@ def _openai(fields: dict[str, object], line: bytes) -> Line:
         _time_of(fields),
         _tokens(request.prompt_tokens, "the prompt's length"),
         _output_tokens(fields, body),
-        block_hashes(request.prefix_key, TEXT_BLOCK * BYTES_PER_TOKEN, (request.model,), growing=False),
+        block_hashes(request.key, TEXT_BLOCK * BYTES_PER_TOKEN, (request.model,), growing=False),
         TEXT_BLOCK,
         request.model,
         request.session_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asgi_router.extraction import CompletionRequest
+from asgi_router.rope import NOTHING
 from asgi_router.scheduling.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def traced(
         stream=True,
         session_id=session_id,
         prompt_tokens=tokens,
-        prefix_key=b"",
+        key=NOTHING,
         arrival=arrival,
         output_tokens=max(1, output_tokens),
         blocks=blocks,

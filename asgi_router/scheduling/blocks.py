@@ -17,8 +17,12 @@ from itertools import accumulate
 from struct import iter_unpack
 from typing import TYPE_CHECKING
 
+from asgi_router.rope import PART_BYTES, Cut, RopeReader
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from asgi_router.rope import Rope
 
 EVEN = 32
 """Blocks of the base size at the head of a prompt: 16 KB by default, which is 4,096 tokens."""
@@ -27,6 +31,7 @@ LONGER = 1 << 64
 """The ids of longer blocks begin here."""
 
 _OCTAVE = EVEN // 2  # blocks to a doubling
+_SIGN = 1 << 63  # hashes have a sign: with this above them they fill the 64 bits below a level
 _LEVELS = range(1, 33)  # further than any body reaches
 
 ENDS = tuple(accumulate([1] * EVEN + [2**level for level in _LEVELS for _ in range(_OCTAVE)], initial=0))
@@ -39,7 +44,7 @@ def whole_blocks(length: int) -> int:
 
 
 def block_hashes(
-    key: bytes, block_bytes: int, space: tuple[str, ...] = (), max_blocks: int | None = None, *, growing: bool = True
+    key: Rope, block_bytes: int, space: tuple[str, ...] = (), max_blocks: int | None = None, *, growing: bool = True
 ) -> tuple[int, ...]:
     """Return the ids of the whole blocks of `key`; a last part of a block has none.
 
@@ -53,40 +58,36 @@ def block_hashes(
         max_blocks: how far the key is looked at, in blocks of the base size; None: to its end.
         growing: False: all blocks have the base size.
     """
-    length = len(key) // block_bytes
+    length = key.size // block_bytes
     if max_blocks is not None:
         length = min(length, max_blocks)
     if not length:
         return ()
 
-    even = EVEN if growing and length > EVEN else length
     link = hash(space)
-    ids = []
-    for (block,) in iter_unpack(f"{block_bytes}s", memoryview(key)[: even * block_bytes]):
-        link = hash((link, block))
-        ids.append(link)
-
-    if length > even:
-        ids += _longer(memoryview(key)[: length * block_bytes], block_bytes, link)
+    ids: list[int] = []
+    reader = RopeReader(key)
+    level = mark = 0
+    count = min(EVEN, length) if growing else length
+    while count > 0:
+        size = block_bytes << level
+        length -= count << level
+        while count:
+            at_once = min(count, PART_BYTES // size or 1)
+            count -= at_once
+            for (block,) in iter_unpack(f"{size}s", reader.read(at_once * size)):
+                link = hash((link, block))
+                ids.append(mark + link)
+        level += 1
+        mark = (level << 64) + _SIGN
+        count = min(_OCTAVE, length >> level)
     return tuple(ids)
 
 
-def _longer(key: memoryview, block_bytes: int, link: int) -> list[int]:
-    """Return the ids of the blocks behind the even ones, up to which `link` is the hash."""
-    ids = []
-    start = EVEN * block_bytes
-    for level in _LEVELS:
-        size = block_bytes << level
-        count = min(_OCTAVE, (len(key) - start) // size)
-        if count <= 0:
-            break
-        mark = level << 64
-        for (block,) in iter_unpack(f"{size}s", key[start : start + count * size]):
-            link = hash((link, block))
-            ids.append(mark | link & LONGER - 1)
-        start += _OCTAVE * size
-
-    return ids
+def cut(key: Rope, block_bytes: int, space: tuple[str, ...] = (), max_blocks: int | None = None) -> Cut:
+    """Cut a key into blocks as `block_hashes` does, for good."""
+    head = bytes(RopeReader(key).read(min(block_bytes, key.size)))
+    return Cut(block_hashes(key, block_bytes, space, max_blocks), key.size, head)
 
 
 def weigh(blocks: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.rope import RopeReader
 from asgi_router.scheduling.blocks import ENDS, block_hashes, stable_hash, whole_blocks
 
 if TYPE_CHECKING:
@@ -40,17 +41,21 @@ class Prompt:
     def __init__(
         self, request: CompletionRequest, block_bytes: int, max_blocks: int | None = None, scale: float = 1.0
     ) -> None:
-        key = request.prefix_key
+        key, cut = request.key, request.cut
         self.tokens = request.prompt_tokens if scale == 1.0 else max(1, round(request.prompt_tokens * scale))
         self.reason = ""
-        self.blocks = block_hashes(key, block_bytes, (request.model,), max_blocks)
+        if cut is not None:
+            self.blocks, size, head = cut.ids, cut.size, cut.head
+        else:
+            self.blocks, size = block_hashes(key, block_bytes, (request.model,), max_blocks), key.size
+            head = bytes(RopeReader(key).read(block_bytes)) if self.blocks else b""
         self.ends: Sequence[int] = ENDS
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
-        matchable = whole_blocks(max(0, len(key) - 1) // block_bytes)
+        matchable = whole_blocks(max(0, size - 1) // block_bytes)
         self._matchable = ENDS[matchable]
         self._limit = matchable if matchable < len(self.blocks) else len(self.blocks)
         self.block_tokens = block_bytes / BYTES_PER_TOKEN * scale
-        self._head = request.model.encode("utf-8", "replace") + key[:block_bytes] if self.blocks else b""
+        self._head = request.model.encode("utf-8", "replace") + head if self.blocks else b""
 
     @classmethod
     def of_blocks(cls, blocks: tuple[int, ...], *, tokens: int, block_tokens: float) -> Self:

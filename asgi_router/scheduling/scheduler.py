@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asgi_router.errors import AllBusy, NoWorker, UnknownModel
+from asgi_router.scheduling.blocks import cut
 from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.prompt import Prompt
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from asgi_router.scheduling.sessions import Sessions
     from asgi_router.scheduling.state import WorkerState
     from asgi_router.scheduling.token_scales import TokenScales
+
+LONG_PROMPT = 128 * 1024
+"""Bytes of a prompt above which it is let go before its answer begins: memory that malloc would ask the system for."""
 
 
 class Scheduler:
@@ -106,6 +110,13 @@ class Scheduler:
         if (sessions := self._sessions_for(request)) is not None:
             sessions.note(request, worker)
         return Lease(worker, prompt, self._on_release, reason=reason)
+
+    def condense(self, request: CompletionRequest) -> CompletionRequest:
+        """Return `request` with the blocks of a long prompt in place of its bytes: hashed once, and held no longer."""
+        key = request.key
+        if key.size <= LONG_PROMPT:
+            return request
+        return request.condensed(cut(key, self._block_bytes, (request.model,), self._max_blocks))
 
     def has_room(self, worker: WorkerState) -> bool:
         """Tell whether a worker has fewer requests in flight than it may have."""

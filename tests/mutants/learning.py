@@ -7,9 +7,34 @@ from tests.mutants.mutant import Mutant
 ADAPTATION = ["tests/scheduling/test_adaptation.py", "tests/test_learning.py"]
 SLOTS = ["tests/scheduling/test_slot_picture.py", "tests/scheduling/test_slot_model.py"]
 DEPTH = ["tests/scheduling/test_blocks.py", "tests/scheduling/test_prefix_model.py"]
+ROPE = ["tests/test_rope.py", "tests/scheduling/test_scheduler.py"]
 REPLAY = ["tests/replay/test_simulate.py", "tests/replay/test_worker_model.py", "tests/replay/test_oracle.py"]
 
 MUTANTS = [
+    Mutant(
+        "not-ascii",
+        "a long text is read by characters, whatever it is made of",
+        "prefix_key.py",
+        "piece := text if text.isascii() else _text(text)",
+        "piece := text",
+        ROPE,
+    ),
+    Mutant(
+        "one-part",
+        "what is read from two pieces ends with the first",
+        "rope.py",
+        'b"".join(found)',
+        "found[0]",
+        ROPE,
+    ),
+    Mutant(
+        "condensed-without-model",
+        "a long prompt's blocks are those of any model",
+        "scheduling/scheduler.py",
+        "cut(key, self._block_bytes, (request.model,), self._max_blocks)",
+        "cut(key, self._block_bytes, (), self._max_blocks)",
+        ROPE,
+    ),
     Mutant(
         "learnt-from-siblings",
         "a request of a burst, whose prefix was only about to be prefilled, counts as evidence against the picture",

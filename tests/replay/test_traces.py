@@ -82,7 +82,7 @@ def test_logged_requests_are_read_by_the_extractor(tmp_path: Path, line: dict[st
     (request,) = read(tmp_path, line).requests
     expected = extract(json.dumps(CHAT).encode(), "/v1/chat/completions")
     assert request.prompt_tokens == expected.prompt_tokens
-    assert request.blocks == block_hashes(expected.prefix_key, 512, ("m",))
+    assert request.blocks == block_hashes(expected.key, 512, ("m",))
     assert len(request.blocks) == 3600 // 512
     assert request.output_tokens == DEFAULT_OUTPUT
     assert (request.message, request.prefix_key) == ("", b"")  # the text itself isn't kept

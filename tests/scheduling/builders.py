@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asgi_router.extraction import CompletionRequest
 from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.rope import Rope
 from asgi_router.scheduling.breaker import Breaker
 from asgi_router.scheduling.prefix_index import PrefixIndex
 from asgi_router.scheduling.prompt import Prompt
@@ -79,7 +80,7 @@ def request(key: bytes | str, *, model: str = "", tokens: int | None = None) -> 
         stream=False,
         session_id="",
         prompt_tokens=max(1, -(-len(key) // BYTES_PER_TOKEN)) if tokens is None else tokens,
-        prefix_key=key,
+        key=Rope.of(key),
     )
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.rope import Rope
 from asgi_router.scheduling.blocks import ENDS, EVEN, LONGER, block_hashes, fitting, weigh, whole_blocks
 from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.prefix_index import PrefixIndex
@@ -49,8 +50,8 @@ def test_little_is_lost_of_what_two_prompts_have_in_common(length: int, shared: 
     one = TEXT[:length]
     shared = min(shared, length)
     other = one[:shared] + bytes(byte ^ 1 for byte in one[shared:])
-    blocks = block_hashes(one, block_bytes)
-    count = common(blocks, block_hashes(other, block_bytes))
+    blocks = block_hashes(Rope.of(one), block_bytes)
+    count = common(blocks, block_hashes(Rope.of(other), block_bytes))
     found = weigh(blocks[:count]) * block_bytes
     assert shared - max(block_bytes, shared / 16) < found <= shared
     assert found == ENDS[count] * block_bytes
@@ -59,7 +60,7 @@ def test_little_is_lost_of_what_two_prompts_have_in_common(length: int, shared: 
 @given(st.integers(0, 10_000), st.none() | st.integers(0, 10_000))
 def test_ids_say_what_blocks_weigh(length: int, most: int | None) -> None:
     """The weights of a prompt's blocks are its length, as far as it is looked at; along it they never fall."""
-    blocks = block_hashes(TEXT[: length * 40], 40, max_blocks=most)
+    blocks = block_hashes(Rope.of(TEXT[: length * 40]), 40, max_blocks=most)
     looked_at = min(length, len(TEXT) // 40, length if most is None else most)
     weights = [weight_of(block) for block in blocks]
     assert weights == sorted(weights)
@@ -86,7 +87,7 @@ def test_any_other_number_weighs_one(number: int) -> None:
 
 def test_blocks_of_one_size_where_they_are_asked_for() -> None:
     """Engines have blocks of one size: what is simulated has, too. The heads are the same."""
-    even, growing = block_hashes(TEXT, 512, growing=False), block_hashes(TEXT, 512)
+    even, growing = block_hashes(Rope.of(TEXT), 512, growing=False), block_hashes(Rope.of(TEXT), 512)
     assert len(even) == weigh(even) == len(TEXT) // 512
     assert even[:EVEN] == growing[:EVEN]
     assert growing[EVEN] not in even
@@ -94,7 +95,7 @@ def test_blocks_of_one_size_where_they_are_asked_for() -> None:
 
 def test_a_block_hangs_on_all_before_it() -> None:
     """A byte at the head changes every block, the longer ones too."""
-    assert not set(block_hashes(TEXT, 512)) & set(block_hashes(b"?" + TEXT[1:], 512))
+    assert not set(block_hashes(Rope.of(TEXT), 512)) & set(block_hashes(Rope.of(b"?", TEXT[1:]), 512))
 
 
 @pytest.mark.parametrize("length", [32, 33, 34, 64, 66, 67, 1_000])
@@ -124,7 +125,7 @@ def test_tokens_are_counted_by_weight(length: int, extra: int) -> None:
 def test_the_share_of_a_prompt_that_is_held_goes_by_length() -> None:
     """32 blocks of the base size are half of a prompt of 64, though two thirds of its blocks."""
     state = worker(capacity=5_000)
-    head = block_hashes(TEXT[: 32 * BLOCK_BYTES], BLOCK_BYTES, ("",))
+    head = block_hashes(Rope.of(TEXT[: 32 * BLOCK_BYTES]), BLOCK_BYTES, ("",))
     state.prefixes.unpin(head[: state.prefixes.pin(head)], prefilled=True)
     prompt = Prompt(request(TEXT[: 64 * BLOCK_BYTES + 1]), BLOCK_BYTES)
     assert len(prompt.blocks) == 48

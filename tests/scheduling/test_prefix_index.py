@@ -8,6 +8,7 @@ import pytest
 
 from asgi_router.fleet.registry import Registry
 from asgi_router.prefix_key import BYTES_PER_TOKEN
+from asgi_router.rope import Rope
 from asgi_router.scheduling.blocks import block_hashes
 from asgi_router.scheduling.prompt import Prompt
 from asgi_router.worker import Worker
@@ -56,7 +57,7 @@ def test_equal_prefixes_have_equal_hashes_and_nothing_else_has() -> None:
 @pytest.mark.parametrize(("size", "count"), [(0, 0), (63, 0), (64, 1), (127, 1), (128, 2), (129, 2)])
 def test_only_whole_blocks_have_hashes(size: int, count: int) -> None:
     """The last part of a prompt, shorter than a block, has no hash."""
-    assert len(block_hashes(b"x" * size, 64)) == count
+    assert len(block_hashes(Rope.of(b"x" * size), 64)) == count
 
 
 def test_siblings_in_a_burst_see_predicted_blocks() -> None:
@@ -149,7 +150,7 @@ def test_a_burst_of_unique_long_prompts_stays_within_the_capacity() -> None:
     index = new_index(capacity)
     in_flight = []
     for number in range(100):
-        hashes = block_hashes(f"{number:<100000}".encode(), 512)
+        hashes = block_hashes(Rope.of(f"{number:<100000}"), 512)
         in_flight.append(hashes[: index.pin(hashes)])
         assert len(index) <= capacity
     assert index.pinned == len(index) == capacity
@@ -160,7 +161,7 @@ def test_a_burst_of_unique_long_prompts_stays_within_the_capacity() -> None:
     assert index.pinned == 0
 
     for number in range(100):
-        hashes = block_hashes(f"again {number:<100000}".encode(), 512)
+        hashes = block_hashes(Rope.of(f"again {number:<100000}"), 512)
         index.unpin(hashes[: index.pin(hashes)], prefilled=True)
         assert len(index) <= capacity
     assert index.match(hashes, len(hashes)) == len(hashes) == 72

@@ -17,13 +17,13 @@ import asgi_router.scheduling
 from asgi_router.errors import NoWorker, UnknownModel
 from asgi_router.scheduling.lease import Lease
 from asgi_router.scheduling.policies import POLICIES, PolicyOptions, RoundRobin
-from asgi_router.scheduling.scheduler import Scheduler
+from asgi_router.scheduling.prompt import Prompt
+from asgi_router.scheduling.scheduler import LONG_PROMPT, Scheduler
 from tests.scheduling.builders import BLOCK_BYTES, Clock, counters, fleet, prompt, request, text, warm, worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asgi_router.scheduling.prompt import Prompt
     from asgi_router.scheduling.state import WorkerState
 
 
@@ -154,6 +154,30 @@ def test_select_is_a_plain_function() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_condensed_prompt_is_chosen_for_alike(name: str) -> None:
+    """Without the bytes of a long prompt all is chosen, counted and recorded as with them; a shorter one keeps them."""
+    said = text("".join(chr(33 + number % 90) for number in range(LONG_PROMPT // BLOCK_BYTES + 1)))
+
+    def lives(*, condensed: bool) -> list[tuple[object, ...]]:
+        scheduler, states, found = new_scheduler(name), fleet("abcd", capacity=10_000), []
+        for end in ("", "", "more" * 100):
+            asked = request(said + end, model="m")
+            if condensed:
+                asked = scheduler.condense(asked)
+                assert (asked.key.size, asked.prefix_key, scheduler.condense(asked)) == (0, b"", asked)
+            lease = scheduler.select(states, asked)
+            found.append((lease.state.worker.url, lease.reason, lease.cached_tokens, lease.prefill_tokens))
+            lease.first_byte(prefilled=True)
+            lease.release()
+        blocks = Prompt(request(said, model="m"), BLOCK_BYTES).blocks
+        return [*found, *((state.prefixes.match(blocks, len(blocks)), len(state.prefixes)) for state in states)]
+
+    assert lives(condensed=True) == lives(condensed=False)
+    short = request("x" * LONG_PROMPT)
+    assert new_scheduler(name).condense(short) is short
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
 def test_select_reads_no_clock_but_the_one_passed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole life of a lease works where time, files and sockets are out of reach."""
 
@@ -180,6 +204,7 @@ def test_the_scheduling_package_can_not_wait() -> None:
     allowed = {
         "asgi_router.errors",
         "asgi_router.prefix_key",
+        "asgi_router.rope",
         "bisect",
         "collections",
         "dataclasses",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from asgi_router.extraction import CompletionRequest
+from asgi_router.rope import Rope
 from asgi_router.scheduling.prompt import Prompt
 from asgi_router.scheduling.token_scales import LARGEST, MAX_MODELS, SMALLEST, TokenScales
 
 
 def asked(tokens: int = 1_000, *, model: str = "m", text_only: bool = True) -> CompletionRequest:
     """Return a request whose prompt is estimated to have so many tokens."""
-    return CompletionRequest(model, False, "", tokens, b"x" * tokens * 4, text_only=text_only)
+    return CompletionRequest(model, False, "", tokens, Rope.of("x" * tokens * 4), text_only=text_only)
 
 
 def test_the_first_count_is_believed() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 JOINED = 16384  # bytes of a body that are copied behind their head, rather than handed over as a second buffer
-PIECE = 262144  # bytes handed to the loop at once: what we hold a second time for a worker that doesn't read
+PIECE = 1_048_576  # bytes handed to the loop at once: what we hold a second time for a worker that doesn't read
 PAUSE_ABOVE = 65536  # bytes of an answer that nobody has taken yet; the loop may add 256 KiB, its unit of reading
 
 
