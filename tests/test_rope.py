@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asgi_router.extraction import extract
+from asgi_router.prefix_key import BYTES_PER_TOKEN
 from asgi_router.rope import PART_BYTES, Rope, RopeReader
 from asgi_router.scheduling.blocks import block_hashes, cut
 from tests.prompts import CHAT, TEXT
@@ -55,7 +56,7 @@ def test_long_texts_are_cut_alike(block_bytes: int, at: int, growing: bool) -> N
     assert len(set(expected)) == len(expected) > 0
 
 
-@pytest.mark.parametrize("end", ["", "é", "\ud800", "漢" * 1_000])
+@pytest.mark.parametrize("end", ["", "é", "\U0001f600", "漢" * 1_000])
 @pytest.mark.parametrize("length", [90_000, 99_999, 100_001, 349_000])
 @pytest.mark.parametrize("route", ["chat", "parts", "prompt", "batch"])
 def test_a_long_text_matches_its_continuation(end: str, length: int, route: str) -> None:
@@ -74,6 +75,9 @@ def test_a_long_text_matches_its_continuation(end: str, length: int, route: str)
     shared = first.key.size
     assert said.encode() in first.prefix_key
     assert second.prefix_key[:shared] == first.prefix_key[:shared]
+    assert second.prefix_key.endswith((end + LONG[:500]).encode())
+    assert len(second.prefix_key) == second.key.size
+    assert second.prompt_tokens == -(-second.key.size // BYTES_PER_TOKEN)
     blocks = block_hashes(first.key, 512)
     assert block_hashes(second.key, 512)[: len(blocks)] == blocks
 
