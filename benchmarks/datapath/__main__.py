@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks.datapath", description="CPU time of a request on its way through a router."
     )
     parser.add_argument("--candidates", type=_names, metavar="A,B", help="who is measured (all that are here)")
-    parser.add_argument("--scenarios", type=_names, metavar="A,B", help="under which loads (all)")
+    parser.add_argument("--scenarios", type=_names, metavar="A,B", help="under which loads (all but those that last)")
     parser.add_argument("--rounds", type=int, help="how often (5; quick: 1)")
     parser.add_argument("--seconds", type=float, help="length of a run (1; quick: 0.5)")
     parser.add_argument("--reference", help="whom the others are compared with (sglang-router, if it is here)")
@@ -75,9 +75,8 @@ def main(argv: Sequence[str]) -> int:
     cores = Cores(options.router_core, options.load_core)
     try:
         here = chosen(known, options.candidates, [c.name for c in known if not (options.quick and c.slow)], "candidate")
-        loads = chosen(
-            SCENARIOS, options.scenarios, QUICK if options.quick else [s.name for s in SCENARIOS], "scenario"
-        )
+        usual = QUICK if options.quick else [load.name for load in SCENARIOS if not load.lasting]
+        loads = chosen(SCENARIOS, options.scenarios, usual, "scenario")
         check(cores)
     except ValueError as exc:
         say(str(exc))

@@ -44,7 +44,12 @@ def tables(
             heads = ["", "first byte p50", "above no router", "first byte p99", "event late p50", "event late p99"]
             yield from _table(heads, ([name, *_latencies(results, name, scenario)] for name in names))
             yield ""
-        if scenario.memory and scenario.name in measured:
+        if scenario.lasting and scenario.name in measured:
+            yield f"Prompts of {scenario.title}, {scenario.clients} at once"
+            heads = ["", "CPU us", f"of {reference}'s", "requests", "idle MB", "above idle MB at the most"]
+            yield from _table(heads, ([name, *_lasting(results, name, reference, scenario)] for name in names))
+            yield ""
+        elif scenario.memory and scenario.name in measured:
             yield f"{scenario.clients:,} streams at once: {scenario.events} events each, {scenario.gap_ms} ms apart"
             heads = ["", "idle MB", "above idle MB", "finished", "unfinished", "event late p99 ms", "latest event ms"]
             yield from _table(heads, ([name, *_memory(results, name, scenario)] for name in names))
@@ -87,6 +92,13 @@ def _latencies(results: Results, name: str, scenario: Scenario) -> Iterator[str]
     yield _median(results.added(name, DIRECT, scenario.name, "first_event_p50_ms"), ".2f")
     for value in ("first_event_p99_ms", "late_p50_ms", "late_p99_ms"):
         yield _median(results.figure(name, scenario.name, value), ".2f")
+
+
+def _lasting(results: Results, name: str, reference: str, scenario: Scenario) -> Iterator[str]:
+    yield _spread(results.figure(name, scenario.name, "cpu_us"))
+    yield _median(results.ratio(name, reference, scenario.name, "cpu_us"), ".2f")
+    for value in ("done", "idle_mb", "added_mb"):
+        yield _median(results.figure(name, scenario.name, value), ",.0f")
 
 
 def _memory(results: Results, name: str, scenario: Scenario) -> Iterator[str]:

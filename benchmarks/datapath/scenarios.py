@@ -37,6 +37,8 @@ class Scenario:
     """Rounds at the most."""
     memory: bool = False
     """Each candidate is started anew, and its memory is measured above what it needs when idle."""
+    lasting: bool = False
+    """It takes minutes, and is run only if it is named: what a router costs once its tables are full."""
     first_byte: bool = False
     """The time to the first event is measured, above that without a router; cores are kept awake."""
 
@@ -95,6 +97,14 @@ SCENARIOS = (
     Scenario(
         "1000-streams", "1,000 streams", 1000, unit="event", events=30, gap_ms=100, ramp_ms=1000, requests=1000,
         seconds=10.0, rounds=1, memory=True,
+    ),
+    Scenario(
+        "100k-lasting", "100 KB, new ones for 75 s", 32, body_bytes=100 * KB, different_prompts=0, seconds=75.0,
+        rounds=1, memory=True, lasting=True,
+    ),
+    Scenario(
+        "1m-lasting", "1 MB, new ones for 75 s", 8, body_bytes=MB, different_prompts=0, seconds=75.0,
+        rounds=1, memory=True, lasting=True,
     ),
 )  # fmt: skip
 

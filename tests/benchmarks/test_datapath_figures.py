@@ -109,6 +109,18 @@ def test_the_tables_show_what_was_measured() -> None:
     assert not any("absent" in line for line in lines)
 
 
+def test_what_lasts_has_a_table_of_its_own() -> None:
+    """Minutes of new prompts are shown with the memory that they take, and are no column among the short runs."""
+    values = {"cpu_us": 100.0, "done": 5_000.0, "idle_mb": 60.0, "added_mb": 20_000.0}
+    lasting = Sample("a", "100k-lasting", 0, values, "schedstat", 0.0, 0.0, 0.5)
+    results = Results([sample("a", 0, 30.0), sample("b", 0, 50.0), lasting, sample("b", 0, 50.0, "100k-lasting")])
+    lines = [*tables(results, [candidate("a"), candidate("b")], SCENARIOS, "b")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert ["a", "30"] in rows
+    assert ["a", "100", "2.00", "5,000", "60", "20,000"] in rows
+    assert ["b", "50", "1.00", "-", "-", "-"] in rows
+
+
 def test_the_report_is_json() -> None:
     """All readings are in it, with why a candidate is missing."""
     results = Results([sample("a", 0, 100.0, others=0.4)])
