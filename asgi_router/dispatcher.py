@@ -187,6 +187,11 @@ class Dispatcher:
                 served = True
             except Exception as exc:  # carried out by hand: a task group would wrap it
                 failure = exc
+            except anyio.get_cancelled_exc_class() as exc:
+                # anyio's task group keeps it in a circle with a frame of its own, until a collection of garbage.
+                # Its traceback would hold all frames from here to the transport, and so the prompt.
+                exc.__traceback__ = None
+                raise
             finally:
                 listening.cancel()
 

@@ -5,6 +5,8 @@ The table of `test_exit_paths.py` goes on here; native cancellation is in `test_
 
 from __future__ import annotations
 
+import gc
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -66,6 +68,36 @@ async def test_disconnect_in_prefill(kind: Kind, server: str, phase: str) -> Non
 
     assert exchange.starts == 0
     routed.assert_released(exchange)
+
+
+@pytest.mark.parametrize("phase", ["connect", "head", "first byte"])
+async def test_a_client_that_left_leaves_no_prompt(kind: Kind, phase: str) -> None:
+    """Not even for a while: a collection of garbage finds nothing that holds the prompt, whatever is in circles.
+
+    anyio's task groups keep the exception of a task that was cancelled in one.
+    """
+    script = {
+        "connect": replace(answer(kind), connect=[HANG]),
+        "head": replace(answer(kind), head=[HANG]),
+        "first byte": interrupted(kind, HANG, after=0),
+    }[phase]
+    routed = Routed(script)
+    body = completion_body("x" * 300_000)
+    gc.collect()
+    gc.disable()
+    try:
+        exchange = Exchange(body=body)
+        async with exchange.running(routed.app):
+            await routed.worker.changes.until(
+                lambda: routed.worker.connects == 1 and (phase == "connect" or bool(routed.worker.calls))
+            )
+            exchange.disconnect()
+        routed.assert_released(exchange)
+        held = sys.getrefcount(body)
+        gc.collect()
+        assert held == sys.getrefcount(body)
+    finally:
+        gc.enable()
 
 
 async def test_disconnect_before_a_worker_is_contacted(kind: Kind) -> None:

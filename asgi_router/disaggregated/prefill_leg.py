@@ -55,7 +55,11 @@ class PrefillLeg:
     async def run(self, both: anyio.CancelScope) -> None:
         """Send the request and read the answer. If it fails while the client has seen nothing, end `both` legs."""
         with self._scope:
-            await self._run(both)
+            try:
+                await self._run(both)
+            except anyio.get_cancelled_exc_class() as exc:
+                exc.__traceback__ = None  # as in `Dispatcher._serve_apart`
+                raise
 
     async def _run(self, both: anyio.CancelScope) -> None:
         answer: WorkerAnswer | None = None

@@ -8,6 +8,14 @@ APART = [f"tests/disaggregated/test_{name}.py" for name in ("release_matrix", "n
 
 MUTANTS = [
     Mutant(
+        "frames-of-the-leg",
+        "the prompt hangs on a leg's cancellation that anyio's task group keeps",
+        "disaggregated/prefill_leg.py",
+        "                exc.__traceback__ = None",
+        "                del exc",
+        ["tests/disaggregated/test_memory_apart.py"],
+    ),
+    Mutant(
         "prefill-lease-kept",
         "the seed's fault: a pair that fails gives back the decode worker alone",
         "exchange.py",

@@ -108,6 +108,14 @@ MUTANTS = [
         ["tests/scheduling"],
     ),
     Mutant(
+        "frames-of-the-cancelled",
+        "the prompt hangs on a cancellation that anyio's task group keeps",
+        "dispatcher.py",
+        "                exc.__traceback__ = None\n",
+        "                del exc\n",
+        ["tests/test_exit_by_client.py"],
+    ),
+    Mutant(
         "queue-until-the-end",
         "the first byte doesn't take the request out of the queue",
         "upstream/relay.py",
