@@ -26,6 +26,13 @@ class Rope(Struct, frozen=True, gc=False):
         """Return a rope of these pieces."""
         return cls(pieces, sum(map(len, pieces)))
 
+    def head(self, size: int) -> bytes:
+        """Return the first `size` bytes, or all if there are no more."""
+        first = self.pieces[0] if self.pieces else b""
+        if isinstance(first, bytes) and len(first) >= size:
+            return first[:size]
+        return bytes(RopeReader(self).read(min(size, self.size)))
+
     def __bytes__(self) -> bytes:
         return bytes(RopeReader(self).read(self.size))
 
@@ -56,15 +63,15 @@ class RopeReader:
 
     def read(self, size: int) -> bytes | memoryview:
         """Return the next `size` bytes. There have to be so many."""
-        found: list[bytes | memoryview] = []
-        while size > len(self._piece) - self._at:
-            found.append(part := self._part(len(self._piece)))
-            size -= len(part)
+        found = []
+        while size > (rest := len(self._piece) - self._at):
+            found.append(self._part(rest))
+            size -= rest
             self._piece, self._at = next(self._pieces), 0
-        found.append(self._part(self._at + size))
-        return found[0] if len(found) == 1 else b"".join(found)
+        part = self._part(size)
+        return b"".join((*found, part)) if found else part
 
-    def _part(self, end: int) -> bytes | memoryview:
+    def _part(self, size: int) -> bytes | memoryview:
         piece, begin = self._piece, self._at
-        self._at = end
+        self._at = end = begin + size
         return piece[begin:end].encode() if isinstance(piece, str) else memoryview(piece)[begin:end]

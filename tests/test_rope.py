@@ -28,6 +28,7 @@ def test_it_reads_as_its_bytes(pieces: list[bytes | str], data: st.DataObject) -
     """However it is cut into pieces, and into whatever parts it is read: no byte is lost, doubled or moved."""
     rope, whole = Rope.of(*pieces), joined(pieces)
     assert (bytes(rope), rope.size) == (whole, len(whole))
+    assert rope.head(7) == whole[:7]
     reader, at = RopeReader(rope), 0
     while at < len(whole):
         size = data.draw(st.integers(1, len(whole) - at))

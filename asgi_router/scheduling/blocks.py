@@ -86,8 +86,7 @@ def block_hashes(
 
 def cut(key: Rope, block_bytes: int, space: tuple[str, ...] = (), max_blocks: int | None = None) -> Cut:
     """Cut a key into blocks as `block_hashes` does, for good."""
-    head = bytes(RopeReader(key).read(min(block_bytes, key.size)))
-    return Cut(block_hashes(key, block_bytes, space, max_blocks), key.size, head)
+    return Cut(block_hashes(key, block_bytes, space, max_blocks), key.size, key.head(block_bytes))
 
 
 def weigh(blocks: Sequence[int]) -> int:

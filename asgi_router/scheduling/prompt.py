@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from asgi_router.prefix_key import BYTES_PER_TOKEN
-from asgi_router.rope import RopeReader
 from asgi_router.scheduling.blocks import ENDS, block_hashes, stable_hash, whole_blocks
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Prompt:
             self.blocks, size, head = cut.ids, cut.size, cut.head
         else:
             self.blocks, size = block_hashes(key, block_bytes, (request.model,), max_blocks), key.size
-            head = bytes(RopeReader(key).read(block_bytes)) if self.blocks else b""
+            head = key.head(block_bytes) if self.blocks else b""
         self.ends: Sequence[int] = ENDS
         # An engine computes at least the last token anew, so a block that ends the prompt is never a hit.
         matchable = whole_blocks(max(0, size - 1) // block_bytes)

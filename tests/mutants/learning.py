@@ -23,7 +23,7 @@ MUTANTS = [
         "one-part",
         "what is read from two pieces ends with the first",
         "rope.py",
-        'b"".join(found)',
+        'b"".join((*found, part))',
         "found[0]",
         ROPE,
     ),
