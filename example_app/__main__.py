@@ -6,7 +6,6 @@ python -m example_app [--port 8000] [--workers 2] [--simulated | --disaggregated
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import json
 import logging
@@ -18,13 +17,12 @@ import sys
 import uvicorn
 
 from asgi_router.settings import SettingsError
+from example_app.say import say
 from example_app.worker_processes import ROOT, WorkerFailed, free_ports, running, wait_until_healthy
 
 HOST = "127.0.0.1"
 READY_SECONDS = 60.0
 DRAIN_SECONDS = 5
-
-say = functools.partial(print, flush=True)  # at once, also into a pipe
 
 INTRODUCTION = """
 Ready: {url}   (Ctrl-C stops everything)

@@ -14,6 +14,7 @@ import signal
 import xllamacpp
 
 from example_app.parent import stop_when_stdin_closes
+from example_app.say import say
 
 SLOTS = 4
 TOKENS_PER_SLOT = 4096
@@ -38,7 +39,7 @@ def main() -> None:
         stop_when_stdin_closes()
 
     server = xllamacpp.Server(_parameters(options))
-    print(f"llama.cpp worker: {server.listening_address}", flush=True)
+    say(f"llama.cpp worker: {server.listening_address}")
     signal.sigwait(stop_signals)
     # Not a normal exit: that destroys the server, which waits for streams that clients still read.
     os._exit(0)

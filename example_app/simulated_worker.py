@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from example_app.parent import stop_when_stdin_closes
+from example_app.say import say
 from example_app.simulated_hand_over import HandOver, fetch
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def main() -> None:
     if options.until_stdin_closes:
         stop_when_stdin_closes()
     kind = "worker" if options.role == "mixed" else f"{options.role} worker"
-    print(f"simulated {kind} (no model behind it): http://{options.host}:{options.port}", flush=True)
+    say(f"simulated {kind} (no model behind it): http://{options.host}:{options.port}")
     uvicorn.run(create_app(), host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=1)
 
 
