@@ -27,12 +27,22 @@ from tests.routed import (
 if TYPE_CHECKING:
     from starlette.types import Message
 
+    from tests.instruments.fake_worker import Script
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.usefixtures("short_graces"),
     pytest.mark.parametrize("kind", KINDS),
 ]
+
+
+def silent(kind: Kind, phase: str) -> Script:
+    """A worker of which nothing more is heard, from this phase on."""
+    return {
+        "connect": replace(answer(kind), connect=[HANG]),
+        "head": replace(answer(kind), head=[HANG]),
+        "first byte": interrupted(kind, HANG, after=0),
+    }[phase]
 
 
 # --- the client leaves ---------------------------------------------------------------------------------------
@@ -52,12 +62,7 @@ async def test_disconnect_in_the_upload(kind: Kind, server: str) -> None:
 @pytest.mark.parametrize("phase", ["connect", "head", "first byte"])
 async def test_disconnect_in_prefill(kind: Kind, server: str, phase: str) -> None:
     """The worker is let go at once, not at its first token (vllm-project/router#215, smg#2136)."""
-    script = {
-        "connect": replace(answer(kind), connect=[HANG]),
-        "head": replace(answer(kind), head=[HANG]),
-        "first byte": interrupted(kind, HANG, after=0),
-    }[phase]
-    routed = Routed(script)
+    routed = Routed(silent(kind, phase))
     exchange = exchange_for(server=server)
     async with exchange.running(routed.app):
         await routed.worker.changes.until(
@@ -76,12 +81,7 @@ async def test_a_client_that_left_leaves_no_prompt(kind: Kind, phase: str) -> No
 
     anyio's task groups keep the exception of a task that was cancelled in one.
     """
-    script = {
-        "connect": replace(answer(kind), connect=[HANG]),
-        "head": replace(answer(kind), head=[HANG]),
-        "first byte": interrupted(kind, HANG, after=0),
-    }[phase]
-    routed = Routed(script)
+    routed = Routed(silent(kind, phase))
     body = completion_body("x" * 300_000)
     gc.collect()
     gc.disable()
