@@ -90,7 +90,6 @@ def chat_key(fields: Fields) -> PrefixKey:
     Long texts are taken out of the messages on the way, or the prompt would be there twice.
     """
     out = _Pieces()
-    space = 0
     # Nearly all requests have none of these; each is looked at by name since a loop would take as long as all the rest.
     if (
         fields.tools
@@ -104,13 +103,13 @@ def chat_key(fields: Fields) -> PrefixKey:
         or fields.chat_template
     ):
         out.add(_named_fields(fields, _CACHE_SPACE))
-        space = out.size  # no template prints that: it has no tokens
+        out.space = out.size  # no template prints that: it has no tokens
         out.add(_named_fields(fields, _TEMPLATE_INPUT))
     messages = fields.messages
     whole = True  # of a chat that was not read whole, the length is no length to learn from
     if isinstance(messages, list):
         for message in messages if len(messages) < MAX_MESSAGES else messages[:MAX_MESSAGES]:
-            if out.size > MAX_KEY_BYTES or out.count > MAX_PIECES:
+            if out.size - out.space > MAX_KEY_BYTES or out.count > MAX_PIECES:
                 break
 
             _add_message(out, message)
@@ -119,7 +118,7 @@ def chat_key(fields: Fields) -> PrefixKey:
         out.add(_RECORD + _UNKNOWN + _json(messages))
         whole = False
 
-    tokens = text_tokens(out.size - space) + out.media * MEDIA_TOKENS
+    tokens = text_tokens(out.size - out.space) + out.media * MEDIA_TOKENS
     return PrefixKey(out.rope(), tokens, whole and not out.media)
 
 
@@ -131,11 +130,11 @@ def prompt_key(fields: Fields) -> PrefixKey:
     """
     out = _Pieces()
     out.add(_named_fields(fields, _CACHE_SPACE))
-    space = out.size
+    out.space = out.size
     prompt = fields.prompt
     if isinstance(prompt, str):
         out.add_text(prompt)
-        return PrefixKey(out.rope(), text_tokens(out.size - space), True)
+        return PrefixKey(out.rope(), text_tokens(out.size - out.space), True)
     if isinstance(prompt, Raw):
         out.add(_UNKNOWN)
         out.add(_json(prompt))
@@ -145,7 +144,7 @@ def prompt_key(fields: Fields) -> PrefixKey:
 
     if isinstance(prompt[0], str) and all(isinstance(item, str) for item in prompt):
         _add_texts(out, cast("list[str]", prompt))
-        return PrefixKey(out.rope(), text_tokens(out.size - space), True)
+        return PrefixKey(out.rope(), text_tokens(out.size - out.space), True)
     if (ids := _pack_token_ids(prompt)) is not None:
         packed, tokens = ids
         out.add(_TOKEN_IDS)
@@ -165,7 +164,7 @@ def _named_fields(fields: Fields, names: tuple[str, ...]) -> bytes:
 
 def _add_texts(out: _Pieces, texts: list[str]) -> None:
     for index, text in enumerate(islice(texts, MAX_MESSAGES)):
-        if out.size > MAX_KEY_BYTES:
+        if out.size - out.space > MAX_KEY_BYTES:
             break
 
         if index:
@@ -199,12 +198,12 @@ def _pack_token_ids(prompt: list[object]) -> tuple[bytes, int] | None:
 class _Pieces:
     """A key that grows: pieces that are joined now and then, and long texts that stay as they are."""
 
-    __slots__ = ("_end", "_joined", "count", "media", "pieces", "size")
+    __slots__ = ("_end", "_joined", "count", "media", "pieces", "size", "space")
 
     def __init__(self) -> None:
         self._joined: list[bytes | str] = []
         self.pieces: list[bytes] = []  # not joined yet
-        self.size = self.media = 0
+        self.size = self.media = self.space = 0
         self._end = _JOINED  # the size above which they are
         self.count = 0  # messages and their parts
 
@@ -281,7 +280,7 @@ def _add_parts(out: _Pieces, parts: list[object]) -> None:
     Several text parts are joined by a line break, as vLLM and llama.cpp do for templates that expect a string.
     """
     for index, part in enumerate(islice(parts, MAX_PARTS)):
-        if out.size > MAX_KEY_BYTES:
+        if out.size - out.space > MAX_KEY_BYTES:
             break
 
         out.count += 1

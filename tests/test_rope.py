@@ -90,3 +90,12 @@ def test_what_is_left_of_a_key() -> None:
     assert left.ids == block_hashes(rope, 512, ("m",), 200)
     assert (left.size, left.head) == (len(LONG), LONG[:512].encode())
     assert cut(Rope.of("short"), 512).head == b"short"
+
+
+def test_a_long_salt_hides_no_prompt() -> None:
+    """What separates caches is no part of the prompt's length, nor of what may be read of it."""
+    said = [{"role": "user", "content": "x" * 200_000}]
+    plain = extract(json.dumps({"messages": said}).encode(), CHAT)
+    salted = extract(json.dumps({"cache_salt": "s" * 5_000_000, "messages": said}).encode(), CHAT)
+    assert salted.prompt_tokens == plain.prompt_tokens > 50_000
+    assert salted.prefix_key.endswith(plain.prefix_key)

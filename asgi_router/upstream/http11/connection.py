@@ -27,8 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 JOINED = 16384  # bytes of a body that are copied behind their head, rather than handed over as a second buffer
+PIECE_TLS = 262144  # the same under TLS, whose transports don't tell how much of a piece the worker has taken
 PIECE = 1_048_576  # bytes handed to the loop at once: what we hold a second time for a worker that doesn't read
 PAUSE_ABOVE = 65536  # bytes of an answer that nobody has taken yet; the loop may add 256 KiB, its unit of reading
+
+
+def _piece(transport: asyncio.Transport) -> int:
+    return PIECE if transport.get_extra_info("sslcontext") is None else PIECE_TLS
 
 
 class Owner(Protocol):
@@ -139,8 +144,8 @@ class Connection(asyncio.Protocol):
                 transport.write(head + body)
                 at = len(body)
             else:
-                transport.writelines((head, memoryview(body)[:PIECE]))
-                at = PIECE
+                at = _piece(transport)
+                transport.writelines((head, memoryview(body)[:at]))
             if at < len(body):
                 await self._send(transport, answer, memoryview(body)[at:], send_timeout)
             if more is not None:
@@ -169,8 +174,9 @@ class Connection(asyncio.Protocol):
             if self._writing_paused or transport.is_closing():  # its loss is told in the loop's next turn
                 await self._drain(transport, answer, timeout)
             else:
-                transport.write(data[:PIECE])
-                data = data[PIECE:]
+                piece = _piece(transport)
+                transport.write(data[:piece])
+                data = data[piece:]
 
     async def _drain(self, transport: asyncio.Transport, answer: Answer, timeout: float | None) -> None:
         """Return when more may be sent, or when the answer has changed; raise if nothing moves in time."""
