@@ -102,14 +102,13 @@ def chat_key(fields: Fields) -> PrefixKey:
         or fields.documents
         or fields.chat_template
     ):
-        out.add(_named_fields(fields, _CACHE_SPACE))
-        out.space = out.size  # no template prints that: it has no tokens
+        out.begin(_named_fields(fields, _CACHE_SPACE))
         out.add(_named_fields(fields, _TEMPLATE_INPUT))
     messages = fields.messages
     whole = True  # of a chat that was not read whole, the length is no length to learn from
     if isinstance(messages, list):
         for message in messages if len(messages) < MAX_MESSAGES else messages[:MAX_MESSAGES]:
-            if out.size - out.space > MAX_KEY_BYTES or out.count > MAX_PIECES:
+            if out.size > MAX_KEY_BYTES or out.count > MAX_PIECES:
                 break
 
             _add_message(out, message)
@@ -118,7 +117,7 @@ def chat_key(fields: Fields) -> PrefixKey:
         out.add(_RECORD + _UNKNOWN + _json(messages))
         whole = False
 
-    tokens = text_tokens(out.size - out.space) + out.media * MEDIA_TOKENS
+    tokens = text_tokens(out.size) + out.media * MEDIA_TOKENS
     return PrefixKey(out.rope(), tokens, whole and not out.media)
 
 
@@ -129,12 +128,11 @@ def prompt_key(fields: Fields) -> PrefixKey:
     a worker would find in its cache. Token ids never equal any text, and are counted exactly.
     """
     out = _Pieces()
-    out.add(_named_fields(fields, _CACHE_SPACE))
-    out.space = out.size
+    out.begin(_named_fields(fields, _CACHE_SPACE))
     prompt = fields.prompt
     if isinstance(prompt, str):
         out.add_text(prompt)
-        return PrefixKey(out.rope(), text_tokens(out.size - out.space), True)
+        return PrefixKey(out.rope(), text_tokens(out.size), True)
     if isinstance(prompt, Raw):
         out.add(_UNKNOWN)
         out.add(_json(prompt))
@@ -144,7 +142,7 @@ def prompt_key(fields: Fields) -> PrefixKey:
 
     if isinstance(prompt[0], str) and all(isinstance(item, str) for item in prompt):
         _add_texts(out, cast("list[str]", prompt))
-        return PrefixKey(out.rope(), text_tokens(out.size - out.space), True)
+        return PrefixKey(out.rope(), text_tokens(out.size), True)
     if (ids := _pack_token_ids(prompt)) is not None:
         packed, tokens = ids
         out.add(_TOKEN_IDS)
@@ -164,7 +162,7 @@ def _named_fields(fields: Fields, names: tuple[str, ...]) -> bytes:
 
 def _add_texts(out: _Pieces, texts: list[str]) -> None:
     for index, text in enumerate(islice(texts, MAX_MESSAGES)):
-        if out.size - out.space > MAX_KEY_BYTES:
+        if out.size > MAX_KEY_BYTES:
             break
 
         if index:
@@ -198,14 +196,20 @@ def _pack_token_ids(prompt: list[object]) -> tuple[bytes, int] | None:
 class _Pieces:
     """A key that grows: pieces that are joined now and then, and long texts that stay as they are."""
 
-    __slots__ = ("_end", "_joined", "count", "media", "pieces", "size", "space")
+    __slots__ = ("_end", "_joined", "_space", "count", "media", "pieces", "size")
 
     def __init__(self) -> None:
         self._joined: list[bytes | str] = []
         self.pieces: list[bytes] = []  # not joined yet
-        self.size = self.media = self.space = 0
+        self.size = self.media = 0
+        self._space = 0  # bytes in front that no template prints: they count neither as tokens nor towards any limit
         self._end = _JOINED  # the size above which they are
         self.count = 0  # messages and their parts
+
+    def begin(self, space: bytes) -> None:
+        """Put what separates caches in front."""
+        self.pieces.append(space)
+        self._space = len(space)
 
     def add(self, piece: bytes) -> None:
         self.pieces.append(piece)
@@ -230,10 +234,11 @@ class _Pieces:
         self._end = self.size + _JOINED
 
     def rope(self) -> Rope:
+        size = self._space + self.size
         if not self._joined:
-            return Rope((b"".join(self.pieces),), self.size) if self.size else NOTHING
+            return Rope((b"".join(self.pieces),), size) if size else NOTHING
         self._join()
-        return Rope(tuple(self._joined), self.size)
+        return Rope(tuple(self._joined), size)
 
 
 def _add_message(out: _Pieces, message: object) -> None:
@@ -280,7 +285,7 @@ def _add_parts(out: _Pieces, parts: list[object]) -> None:
     Several text parts are joined by a line break, as vLLM and llama.cpp do for templates that expect a string.
     """
     for index, part in enumerate(islice(parts, MAX_PARTS)):
-        if out.size - out.space > MAX_KEY_BYTES:
+        if out.size > MAX_KEY_BYTES:
             break
 
         out.count += 1

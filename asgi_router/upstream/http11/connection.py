@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 JOINED = 16384  # bytes of a body that are copied behind their head, rather than handed over as a second buffer
-PIECE_TLS = 262144  # the same under TLS, whose transports don't tell how much of a piece the worker has taken
 PIECE = 1_048_576  # bytes handed to the loop at once: what we hold a second time for a worker that doesn't read
+PIECE_TLS = 262144  # the same under TLS, whose transports don't tell how much of a piece the worker has taken
 PAUSE_ABOVE = 65536  # bytes of an answer that nobody has taken yet; the loop may add 256 KiB, its unit of reading
 
 
@@ -169,12 +169,12 @@ class Connection(asyncio.Protocol):
         self, transport: asyncio.Transport, answer: Answer, data: memoryview, timeout: float | None
     ) -> None:
         """Hand over `data` as the worker takes it; stop at an answer."""
+        piece = _piece(transport)
         while len(data) and not answer.status:
             answer.check()
             if self._writing_paused or transport.is_closing():  # its loss is told in the loop's next turn
                 await self._drain(transport, answer, timeout)
             else:
-                piece = _piece(transport)
                 transport.write(data[:piece])
                 data = data[piece:]
 
