@@ -83,8 +83,12 @@ def candidates(environments: Environments, python: str = sys.executable) -> list
             app("product", "stock"), unserved,
         ),
         Candidate(
-            "httpx-proxy", "an ASGI app with httpx.AsyncClient.stream, round robin", f"httpx {versions['httpx']}",
-            app("httpx_proxy"), unserved,
+            "httpx-stock", "an ASGI app with httpx.AsyncClient().stream, as pip installs it, round robin",
+            f"httpx {versions['httpx']}", app("httpx_proxy", "stock"), unserved,
+        ),
+        Candidate(
+            "httpx-tuned", "the same with sniffio, and more connections", f"httpx {versions['httpx']}",
+            app("httpx_proxy", "tuned"), unserved,
         ),
         _rival(environments, "aiohttp", "aiohttp-proxy", "the same with aiohttp's client", _aiohttp, "python"),
         _rival(environments, "sglang-router", "sglang-router", "cache_aware", _rust("sglang-router", "launch")),

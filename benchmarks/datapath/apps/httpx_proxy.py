@@ -1,12 +1,17 @@
 """Owns the proxy that one writes first: `httpx.AsyncClient.stream`, round robin, and nothing else.
 
-Run as `python -m benchmarks.datapath.apps.httpx_proxy PORT WORKER_URL ...`.
+Run as `python -m benchmarks.datapath.apps.httpx_proxy {stock,tuned} PORT WORKER_URL ...`:
+
+stock: `pip install httpx`, `httpx.AsyncClient()`, and no more. There is no `sniffio` then, which httpcore tries to
+    import several times for each request.
+tuned: what makes it faster: `sniffio`, more connections, and no look at the environment.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING
 
 import httpx
@@ -14,6 +19,9 @@ import httpx
 from benchmarks.datapath.apps.server import serve
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
     from starlette.types import Receive, Scope, Send
 
 NOT_FORWARDED = {b"connection", b"content-length", b"host", b"keep-alive", b"transfer-encoding"}
@@ -22,16 +30,16 @@ NOT_FORWARDED = {b"connection", b"content-length", b"host", b"keep-alive", b"tra
 class HttpxProxy:
     """Sends each request to the next worker. It makes its client in the loop that serves it."""
 
-    def __init__(self, workers: list[str]) -> None:
+    def __init__(self, workers: list[str], new_client: Callable[[], httpx.AsyncClient]) -> None:
         self._workers = itertools.cycle(workers)
+        self._new_client = new_client
         self._client: httpx.AsyncClient | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError("HTTP only")
         if self._client is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0)
-            self._client = httpx.AsyncClient(limits=limits, timeout=None, trust_env=False)
+            self._client = self._new_client()
         body = b""
         while True:
             message = await receive()
@@ -48,5 +56,31 @@ class HttpxProxy:
             await send({"type": "http.response.body", "body": b""})
 
 
+class WithoutSniffio(PathFinder):
+    """Finds no `sniffio`, after it was looked for as long as for anything that isn't there."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module, as its base does."""
+        return super().find_spec("no_such_sniffio" if fullname == "sniffio" else fullname, path, target)
+
+
+def tuned_client() -> httpx.AsyncClient:
+    """Return a client that does its best here."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0)
+    return httpx.AsyncClient(limits=limits, timeout=None, trust_env=False)
+
+
+def main() -> None:
+    """Serve one of the two."""
+    kind, port, *workers = sys.argv[1:]
+    if kind == "stock":
+        sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutSniffio
+        assert "sniffio" not in sys.modules  # or it would be found without being looked for
+    serve(HttpxProxy(workers, httpx.AsyncClient if kind == "stock" else tuned_client), int(port))
+
+
 if __name__ == "__main__":
-    serve(HttpxProxy(sys.argv[2:]), int(sys.argv[1]))
+    main()
