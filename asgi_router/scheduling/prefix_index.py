@@ -11,10 +11,13 @@ is counted here is their weight, in blocks of the base size. The rules:
    and they can't be evicted. When the request ends they stay if it was prefilled, or if they were there before
    (and then count as used); else they are gone.
 3. Pinned and unpinned blocks together never grow beyond the capacity, and it is kept at insertion: what doesn't fit is
-   not recorded, tail first. Nothing sweeps, not even when it shrinks below what is pinned. A longer block goes as one.
+   not recorded, tail first. Nothing sweeps, not even when it shrinks below what is pinned. A longer block goes as one,
+   and a 64th of the capacity at once: where the front of a dict has gone, finding what is the front now takes as long
+   for one block as for a hundred.
 4. The capacity is a guess. Where workers say how much of a prompt they had cached, it follows their word: blocks that
    were believed to be there, and weren't, make it smaller; blocks that had to go from here for want of room, and were
-   there, make it larger. For this the ids of those that had to go are remembered, in a table that is bounded, too.
+   there, make it larger. For this the ids of those that had to go are remembered, in a table that is bounded, too; from
+   a worker's first word on, since many never say any.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Value = TypeVar("Value")
+
+AT_ONCE = 64
+"""A share of the capacity that is evicted at once: this is 1.6 %."""
 
 LEAST_CAPACITY = 32
 """Blocks that an adaptive index may hold at least: about one prompt."""
@@ -63,6 +69,7 @@ class PrefixIndex:
         "_evicted_before",
         "_excess",
         "_has_shrunk",
+        "_is_told",
         "_most",
         "_pinned",
         "_second",
@@ -73,6 +80,7 @@ class PrefixIndex:
         self._capacity = capacity
         self._most = most
         self._has_shrunk = False
+        self._is_told = False  # how much the worker had cached
         # Ids of what had to go, in two generations: taking single ones out of a dict's front costs more with each.
         self._evicted: set[int] = set()
         self._evicted_before: set[int] = set()
@@ -133,6 +141,7 @@ class PrefixIndex:
         if self._most is None:
             return
 
+        self._is_told = True
         if found < 0.9 * held - 1:
             self._has_shrunk = True
             believed = min(self._capacity, len(self))
@@ -190,11 +199,11 @@ class PrefixIndex:
                 return known
             weight = weigh(fresh)
         self._evict(len(table) + self._excess + weight - self._capacity)
+        # Some may be there: expired, and cut off from their head when that was taken back.
         if weight > len(fresh):
-            new = [block for block in fresh if block not in table]
-            self._excess += weigh(new) - len(new)
-        for block in fresh:
-            table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
+            new = fresh if table.keys().isdisjoint(fresh) else [block for block in fresh if block not in table]
+            self._excess += (weight if new is fresh else weigh(new)) - len(new)
+        table.update(zip(fresh, repeat(_HOLD)))
         if self._had_to_go(fresh[0]):  # else none of them: tails went, and are forgotten, before heads
             self._evicted.difference_update(fresh)
             self._evicted_before.difference_update(fresh)
@@ -241,6 +250,7 @@ class PrefixIndex:
             return
 
         table = self._blocks
+        weight = max(weight, self._capacity // AT_ONCE)
         victims = [] if self._excess else list(islice(table, weight))
         if victims and (not self._pinned or max(map(table.__getitem__, victims)) <= 0):
             _discard(table, victims)
@@ -269,7 +279,7 @@ class PrefixIndex:
         return victims
 
     def _remember(self, victims: list[int]) -> None:
-        if self._most is None:
+        if self._most is None or not self._is_told:
             return
 
         generation = max(0, self._most - self._capacity) // 2  # held or evicted: there are never more than `most`

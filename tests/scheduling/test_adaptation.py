@@ -15,8 +15,10 @@ MOST = 4_000
 
 
 def adaptive(capacity: int = 1_000, most: int | None = MOST) -> PrefixIndex:
-    """Return an index that learns."""
-    return PrefixIndex(capacity, TTL, Clock(), most)
+    """Return an index that learns, of a worker that has said something before."""
+    index = PrefixIndex(capacity, TTL, Clock(), most)
+    index.learn(held=0, evicted=0, found=0.0)
+    return index
 
 
 def fill(index: PrefixIndex, first: int, count: int) -> range:
@@ -118,6 +120,17 @@ def test_without_a_bound_nothing_is_learnt() -> None:
     index.learn(held=100, evicted=0, found=0.0)
     index.learn(held=0, evicted=100, found=100.0)
     assert index.capacity == 100
+
+
+def test_what_went_is_remembered_from_the_first_word_on() -> None:
+    """Workers that never say what they had cached cost no memory of what had to go, and no time."""
+    index = PrefixIndex(100, TTL, Clock(), MOST)
+    first = fill(index, 1, 100)
+    second = fill(index, 1_000, 100)
+    assert index.evicted(first, 0, 100) == 0
+    index.learn(held=0, evicted=0, found=0.0)
+    fill(index, 2_000, 100)
+    assert (index.evicted(first, 0, 100), index.evicted(second, 0, 100)) == (0, 100)
 
 
 def test_nothing_is_remembered_where_nothing_shall_be() -> None:
