@@ -12,7 +12,7 @@ is counted here is their weight, in blocks of the base size. The rules:
    (and then count as used); else they are gone.
 3. Pinned and unpinned blocks together never grow beyond the capacity, and it is kept at insertion: what doesn't fit is
    not recorded, tail first. Nothing sweeps, not even when it shrinks below what is pinned. A longer block goes as one,
-   and a 64th of the capacity at once: where the front of a dict has gone, finding what is the front now takes as long
+   and a 128th of the capacity at once: where the front of a dict has gone, finding what is the front now takes as long
    for one block as for a hundred.
 4. The capacity is a guess. Where workers say how much of a prompt they had cached, it follows their word: blocks that
    were believed to be there, and weren't, make it smaller; blocks that had to go from here for want of room, and were
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-AT_ONCE = 64
-"""A share of the capacity that is evicted at once: this is 1.6 %."""
+AT_ONCE = 128
+"""A share of the capacity that is evicted at once: 0.8 %. A 64th was felt on Mooncake's synthetic trace (2 % slower)."""
 
 LEAST_CAPACITY = 32
 """Blocks that an adaptive index may hold at least: about one prompt."""

@@ -129,14 +129,14 @@ def test_blocks_in_flight_are_not_evicted() -> None:
 
 
 def test_room_is_made_for_several_prompts_at_once() -> None:
-    """A 64th of the capacity goes, the least recently used, when a block finds no room; then none for a while."""
-    index = new_index(640)
-    old = range(1, 641)
+    """A 128th of the capacity goes, the least recently used, when a block finds no room; then none for a while."""
+    index = new_index(1_280)
+    old = range(1, 1_281)
     index.unpin(old[: index.pin(old)], prefilled=True)
     for number in range(10):
-        index.unpin([1_000 + number][: index.pin([1_000 + number])], prefilled=True)
-        assert index.match(old, 640) == 630
-    assert len(index) == 640
+        index.unpin([2_000 + number][: index.pin([2_000 + number])], prefilled=True)
+        assert index.match(old, 1_280) == 1_270
+    assert len(index) == 1_280
 
 
 def test_a_prompt_too_long_for_the_room_is_recorded_from_its_head() -> None:
