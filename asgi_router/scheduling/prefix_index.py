@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 AT_ONCE = 128
-"""A share of the capacity that is evicted at once: 0.8 %. A 64th was felt on Mooncake's synthetic trace (2 % slower)."""
+"""A share of the capacity that is evicted at once: 0.8 %. A 64th is felt on Mooncake's synthetic trace (2 % slower)."""
 
 LEAST_CAPACITY = 32
 """Blocks that an adaptive index may hold at least: about one prompt."""
