@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import anyio
 
 from asgi_router.errors import AllBusy, QueueFull, QueueTimeout, RouterError
+from asgi_router.time_limit import TimeLimit
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Collection
 
     from asgi_router.extraction import CompletionRequest
@@ -72,7 +74,13 @@ class Admission(Generic[Claim]):
         """How many requests are waiting."""
         return len(self._queue)
 
-    async def acquire(self, request: CompletionRequest, times: Times, exclude: set[WorkerState]) -> Claim:
+    async def acquire(
+        self,
+        request: CompletionRequest,
+        times: Times,
+        exclude: set[WorkerState],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Claim:
         """Return a lease for `request`, now or when there is a place.
 
         Nothing is awaited between the making of the lease and the return.
@@ -81,6 +89,8 @@ class Admission(Generic[Claim]):
             request: what a worker is wanted for.
             times: where the seconds of choosing and waiting are noted.
             exclude: workers that it has tried. It is emptied if the request has to wait: they may be back meanwhile.
+            loop: the task's, if it may be cancelled natively. Before 4.16 an `anyio.CancelScope` that is left in the
+                very turn in which that happens swallows it (anyio#1214).
 
         Raises:
             QueueFull: too many requests are waiting.
@@ -104,9 +114,11 @@ class Admission(Generic[Claim]):
         self._queue.append(waiter)
         try:
             # All its waits together: a worker that it waits for may refuse it, and then it waits again.
-            with anyio.move_on_after(self._queue_timeout - times.queued):
+            with TimeLimit(loop) as wait:
+                wait.allow(self._queue_timeout - times.queued)
                 while not waiter.served.is_set():
-                    with anyio.move_on_after(LOOK_EVERY):
+                    with TimeLimit(loop) as look:
+                        look.allow(LOOK_EVERY)
                         await waiter.served.wait()
                     if self._queue and self._queue[0] is waiter:
                         self.serve_waiting()

@@ -222,7 +222,7 @@ class Dispatcher:
             exchange.blamed = None
             await self._mode.choose(exchange)
             if exchange.reason is not None:
-                raise exchange.reason  # should the wait have swallowed the cancellation: anyio's did (anyio#1214)
+                raise exchange.reason  # should the wait have swallowed the cancellation
             exchange.attempts += 1
             try:
                 with exchange.attempt():

@@ -15,6 +15,7 @@ from asgi_router.observability.record import Times, read_ids
 from asgi_router.time_limit import TaskScope, TimeLimit
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Iterator
     from types import TracebackType
 
@@ -124,6 +125,11 @@ class Exchange:
         self._attempt: TimeLimit | None = None
         self._late: Callable[[], Exception] | None = None
         self._held: list[HeldBody] = []
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of `pool`; None: it must not be cancelled natively."""
+        return None if self.pool is None else self.pool.loop
 
     @property
     def attempt_id(self) -> str:
@@ -236,7 +242,7 @@ class Attempt(TimeLimit):
     __slots__ = ("_exchange",)
 
     def __init__(self, exchange: Exchange) -> None:
-        super().__init__(None if exchange.pool is None else exchange.pool.loop)
+        super().__init__(exchange.loop)
         self._exchange = exchange
 
     def __exit__(

@@ -76,7 +76,7 @@ class Mixed:
         if self._peers.have_placed(exchange.client.scope.get("headers") or (), exchange.ids.request_id):
             exchange.lease = self._place(exchange, request)
         else:
-            exchange.lease = await self.admission.acquire(request, exchange.times, exchange.tried)
+            exchange.lease = await self.admission.acquire(request, exchange.times, exchange.tried, exchange.loop)
         exchange.tried.add(exchange.lease.state)
 
     def _place(self, exchange: Exchange, request: CompletionRequest) -> Lease:
