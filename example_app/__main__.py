@@ -25,7 +25,7 @@ READY_SECONDS = 60.0
 DRAIN_SECONDS = 5
 
 INTRODUCTION = """
-Ready: {url}   (Ctrl-C stops everything)
+Ready: {url}   (Ctrl-C stops everything; what is being answered has {drain} seconds)
 
 # One answer
 curl {url}/v1/chat/completions {key}-H 'content-type: application/json' -d '
@@ -115,7 +115,9 @@ def demonstrate(listener: socket.socket, count: int, *, simulated: bool, disaggr
         url = f"http://{HOST}:{listener.getsockname()[1]}"
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
         special = (PAIR if disaggregated else CACHE).strip().format(url=url, key=key)
-        Server(config, INTRODUCTION.format(url=url, key=key, special=special)).run(sockets=[listener])
+        Server(config, INTRODUCTION.format(drain=DRAIN_SECONDS, url=url, key=key, special=special)).run(
+            sockets=[listener]
+        )
 
 
 class Server(uvicorn.Server):

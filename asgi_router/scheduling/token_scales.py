@@ -13,6 +13,9 @@ MAX_MODELS = 256
 MEMORY = 32_768
 """Tokens after which what was learnt has lost about two thirds of its weight: prompts change, by language say."""
 
+LEAST_TOKENS = 64
+"""Estimated tokens below which a prompt says nothing of a model: the chat template adds 10 to 70 of its own to each."""
+
 SMALLEST, LARGEST = 1 / 8, 8.0
 """Bounds of a scale: beyond them a worker's count is no count."""
 
@@ -40,11 +43,11 @@ class TokenScales:
 
     def learn(self, request: CompletionRequest, counted: int) -> None:
         """Note how many tokens a worker has counted in the prompt of a request."""
-        if not request.text_only or counted <= 0:
+        tokens = request.prompt_tokens
+        if not request.text_only or counted <= 0 or tokens < LEAST_TOKENS:
             return
 
         models = self._models
-        tokens = request.prompt_tokens
         likely = min(LARGEST * tokens, max(SMALLEST * tokens, counted))  # or one absurd count would be felt for long
         real, estimated, _ = models.pop(request.model, (0.0, 0.0, 1.0))
         kept = MEMORY / (MEMORY + tokens)

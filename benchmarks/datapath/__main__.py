@@ -45,7 +45,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="how often (5; quick: 1)")
     parser.add_argument("--seconds", type=float, help="length of a run (1; quick: 0.5)")
     parser.add_argument("--reference", help="whom the others are compared with (sglang-router, if it is here)")
-    parser.add_argument("--quick", action="store_true", help="a minute, to see that all works; the figures say little")
+    parser.add_argument(
+        "--quick", action="store_true", help="two minutes, to see that all works; the figures say little"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where all readings go")
     parser.add_argument(
         "--rivals", nargs="?", type=Path, const=rivals.FOLDER, metavar="FOLDER",
@@ -174,7 +176,7 @@ def machine() -> str:
 def listing(known: Sequence[Candidate]) -> str:
     """Return who and what there is."""
     lines = ["candidates"]
-    lines += [f"  {one.name:18} {one.about}; {one.missing or one.version}" for one in known]
+    lines += ["; ".join(filter(None, (f"  {one.name:18} {one.about}", one.missing or one.version))) for one in known]
     lines += ["scenarios", *(f"  {one.name:18} {one.title}" for one in SCENARIOS)]
     return "\n".join(lines)
 

@@ -159,8 +159,8 @@ MUTANTS = [
         "images-scale-texts",
         "prompts with images, whose tokens nobody can estimate, change what is believed of texts",
         "scheduling/token_scales.py",
-        "if not request.text_only or counted <= 0:",
-        "if counted <= 0:",
+        "if not request.text_only or counted <= 0 or tokens < LEAST_TOKENS:",
+        "if counted <= 0 or tokens < LEAST_TOKENS:",
         ["tests/scheduling/test_token_scales.py"],
     ),
     Mutant(
@@ -168,7 +168,7 @@ MUTANTS = [
         "every model that a client names stays in memory",
         "scheduling/token_scales.py",
         "if len(models) > MAX_MODELS:",
-        "if len(sums) > 1_000 * MAX_MODELS:",
+        "if len(models) > 1_000 * MAX_MODELS:",
         ["tests/scheduling/test_token_scales.py"],
     ),
     Mutant(

@@ -7,7 +7,7 @@ import pytest
 from asgi_router.extraction import CompletionRequest
 from asgi_router.rope import Rope
 from asgi_router.scheduling.prompt import Prompt
-from asgi_router.scheduling.token_scales import LARGEST, MAX_MODELS, SMALLEST, TokenScales
+from asgi_router.scheduling.token_scales import LARGEST, LEAST_TOKENS, MAX_MODELS, SMALLEST, TokenScales
 
 
 def asked(tokens: int = 1_000, *, model: str = "m", text_only: bool = True) -> CompletionRequest:
@@ -24,11 +24,21 @@ def test_the_first_count_is_believed() -> None:
 
 
 def test_a_long_prompt_says_more_than_a_short_one() -> None:
-    """Counts weigh by their tokens: the template's own ones make the ratio of a short prompt meaningless."""
+    """Counts weigh by their tokens: the template's own ones make the ratio of a short prompt less meaningful."""
     scales = TokenScales()
-    scales.learn(asked(10), 40)
+    scales.learn(asked(100), 140)
     scales.learn(asked(10_000), 12_000)
     assert scales.of(asked()) == pytest.approx(1.2, rel=0.01)
+
+
+def test_a_greeting_says_nothing() -> None:
+    """A prompt of a few tokens gets as many from the template: the next one would be taken to be five times as long."""
+    scales = TokenScales()
+    for _ in range(1_000):
+        scales.learn(asked(3), 15)
+    assert scales.of(asked()) == 1.0
+    scales.learn(asked(LEAST_TOKENS), 2 * LEAST_TOKENS)
+    assert scales.of(asked()) == 2.0
 
 
 def test_what_is_long_ago_counts_less() -> None:
