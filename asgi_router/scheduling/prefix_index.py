@@ -198,7 +198,8 @@ class PrefixIndex:
             if not fresh:
                 return known
             weight = weigh(fresh)
-        self._evict(len(table) + self._excess + weight - self._capacity)
+        if (missing := len(table) + self._excess + weight - self._capacity) > 0:
+            self._evict(max(missing, self._capacity // AT_ONCE))
         # Some may be there: expired, and cut off from their head when that was taken back.
         if weight > len(fresh):
             new = fresh if table.keys().isdisjoint(fresh) else [block for block in fresh if block not in table]
@@ -250,7 +251,6 @@ class PrefixIndex:
             return
 
         table = self._blocks
-        weight = max(weight, self._capacity // AT_ONCE)
         victims = [] if self._excess else list(islice(table, weight))
         if victims and (not self._pinned or max(map(table.__getitem__, victims)) <= 0):
             _discard(table, victims)
