@@ -70,6 +70,7 @@ def run(monkeypatch: pytest.MonkeyPatch, attempts: list[dict[str, float]], *argu
     """Run the check; each attempt finds these ratios."""
     monkeypatch.setattr("sys.argv", ["regression", *arguments])
     monkeypatch.setattr(regression, "ratios_of", lambda operations: attempts.pop(0))
+    monkeypatch.setattr(regression, "ratios_elsewhere", lambda names: attempts.pop(0))
     return regression.main()
 
 
@@ -99,6 +100,14 @@ def test_an_unknown_machine_is_not_checked(
     monkeypatch.setattr(regression, "machine", lambda: "another")
     assert run(monkeypatch, []) == 0
     assert "not checked" in capsys.readouterr().out
+
+
+def test_another_process_measures_what_it_is_told() -> None:
+    """A second look is one by a process that knows nothing of the first, and at what seemed slower alone."""
+    name = "lease, first byte, release"
+    ratios = regression.ratios_elsewhere([name])
+    assert list(ratios) == [name]
+    assert ratios[name] > 0
 
 
 def test_everything_that_is_measured_is_recorded() -> None:

@@ -200,11 +200,11 @@ class PrefixIndex:
             weight = weigh(fresh)
         if (missing := len(table) + self._excess + weight - self._capacity) > 0:
             self._evict(max(missing, self._capacity // AT_ONCE))
-        # Some may be there: expired, and cut off from their head when that was taken back.
         if weight > len(fresh):
             new = fresh if table.keys().isdisjoint(fresh) else [block for block in fresh if block not in table]
             self._excess += (weight if new is fresh else weigh(new)) - len(new)
-        table.update(zip(fresh, repeat(_HOLD)))
+        for block in fresh:
+            table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
         if self._had_to_go(fresh[0]):  # else none of them: tails went, and are forgotten, before heads
             self._evicted.difference_update(fresh)
             self._evicted_before.difference_update(fresh)
