@@ -190,7 +190,7 @@ class PrefixIndex:
         if known == len(blocks):
             return known
 
-        fresh = blocks[known:]
+        fresh = behind = blocks[known:]
         weight = weigh(fresh)
         room = self._capacity - self._pinned
         if weight > room:
@@ -206,8 +206,8 @@ class PrefixIndex:
         for block in fresh:
             table[block] = _HOLD  # it may be there: expired, and cut off from its head when that was taken back
         if self._had_to_go(fresh[0]):  # else none of them: tails went, and are forgotten, before heads
-            self._evicted.difference_update(fresh)
-            self._evicted_before.difference_update(fresh)
+            self._evicted.difference_update(behind)
+            self._evicted_before.difference_update(behind)
         self._pinned += weight
         return known + len(fresh)
 

@@ -111,6 +111,23 @@ def test_an_evicted_block_that_comes_back_is_held() -> None:
     assert index.evicted(blocks, 0, 100) == 0
 
 
+def test_what_found_no_room_is_not_remembered_beyond_its_head() -> None:
+    """Or it would be held and remembered when it comes back: a tail is forgotten with its head."""
+    index = adaptive(capacity=32, most=320)
+    blocks = fill(index, 1, 4)
+    large = range(100, 132)
+    index.unpin(large[: index.pin(large)], prefilled=False)
+    assert index.evicted(blocks, 0, 4) == 4
+    others = range(200, 230)
+    index.pin(others)
+    assert index.pin(blocks) == 2
+    index.unpin(blocks[:2], prefilled=False)
+    index.unpin(others, prefilled=False)
+    fill(index, 1, 4)
+    assert index.match(blocks, 4) == 4
+    assert not index._evicted & set(blocks)
+
+
 def test_without_a_bound_nothing_is_learnt() -> None:
     """PREFIX_ADAPT=false: the capacity is what it was set to, and what went is not remembered."""
     index = adaptive(capacity=100, most=None)
